@@ -1,0 +1,84 @@
+"""What support for one architecture declares: its tensors, and its math written once against ``ops``.
+
+Shapes: B rows, T tokens, C hidden size, H heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lema_core.ops.context import ForwardContext
+    from lema_core.ops.streamed import StreamedOps
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the model.
+
+    ``name`` is the canonical checkpoint name, which is also transformers' parameter path
+    (``model.layers.3.self_attn.q_proj.weight``); ``module`` is that path without the last part, as in PEFT keys.
+    ``role``: ``embedding``, ``linear``, ``bias``, ``norm`` or ``head``. ``layer`` is the block's number, None outside blocks.
+    ``tied_to`` names the tensor this one shares storage with (a tied head); a tied tensor is never stored twice.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: str
+    layer: int | None = None
+    tied_to: str | None = None
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+class ModelAdapter(ABC):
+    """Support for one architecture (``LlamaAdapter``). Knows no streaming: every parameterised operation goes through ``ops``."""
+
+    #: prefixes under which the Hub's files spell the canonical names; the first is the canonical one
+    prefixes: ClassVar[tuple[str, ...]] = ("model.",)
+    #: regular expressions of file tensors that carry no weights (buffers that older files have)
+    ignored: ClassVar[tuple[str, ...]] = ()
+
+    n_layers: int
+    hidden_size: int
+    vocab_size: int
+    #: longest sequence the positions were trained for, None without such a bound
+    max_positions: int | None
+    #: True when longer sequences cannot be computed at all (learned positions)
+    hard_max_positions: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def from_hf_config(cls, hf_config: Mapping[str, Any]) -> ModelAdapter:
+        """Build from a parsed ``config.json``. Raises ConfigError naming the fields that contradict each other."""
+
+    @abstractmethod
+    def tensors(self) -> Sequence[TensorSpec]:
+        """Every tensor of the model, in the order of the forward pass."""
+
+    @abstractmethod
+    def prepare(self, ctx: ForwardContext) -> None:
+        """Compute what all blocks share (rotary tables) into ``ctx.shared``."""
+
+    @abstractmethod
+    def embed(self, ops: StreamedOps, ids_BT: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids -> x_BTC."""
+
+    @abstractmethod
+    def block(self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
+        """One transformer block, x_BTC -> x_BTC."""
+
+    @abstractmethod
+    def head(self, ops: StreamedOps, x_NC: Tensor) -> Tensor:
+        """Final norm and output projection over N tokens, x_NC -> logits_NV."""
+
+    def linear_modules(self) -> Iterable[TensorSpec]:
+        """The weights of all linear layers, in forward order; what LoRA can be put on."""
+        return (spec for spec in self.tensors() if spec.role in ("linear", "head") and spec.name.endswith(".weight"))

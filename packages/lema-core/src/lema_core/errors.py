@@ -1,0 +1,37 @@
+"""Errors a user can act on. Each message is one line that names the file, tensor or option, and the way out."""
+
+
+class LemaError(Exception):
+    """Base of every error lema raises on purpose. ``exit_code`` is what the command line returns."""
+
+    exit_code = 1
+
+
+class ConfigError(LemaError):
+    """An option, or a field of the model's config, is unknown, out of range or contradicts another."""
+
+    exit_code = 2
+
+
+class CheckpointError(LemaError):
+    """A checkpoint's files are missing, cut, contradictory or do not fit the model."""
+
+
+class BudgetError(LemaError):
+    """What was asked cannot fit into the memory given; says the bytes needed and given."""
+
+
+class DataError(LemaError):
+    """A training or evaluation row cannot be used; names file and line."""
+
+
+class NonFiniteError(LemaError):
+    """Losses or gradients stayed infinite or NaN for too many steps."""
+
+
+class PluginError(LemaError):
+    """A plugin was asked for by name and cannot serve."""
+
+
+class PlanError(LemaError):
+    """The step touched tensors in another order than its trace; a defect of an adapter or of lema."""

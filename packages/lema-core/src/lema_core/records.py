@@ -1,0 +1,66 @@
+"""The frozen records that hooks yield. A record names code as ``"pkg.mod:Name"``; listing records imports none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def load_object(path: str) -> Any:
+    """Import ``"pkg.mod:Name"`` and return the object. Raises ImportError or AttributeError as Python does."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Support for one model architecture.
+
+    ``model_types`` are values of ``model_type`` in a Hugging Face ``config.json``; ``adapter`` names a
+    :class:`lema_core.adapter.ModelAdapter` subclass.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    adapter: str
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """A way to turn what the user named into a local folder in Hugging Face layout.
+
+    ``refuses(ref)`` returns why this source cannot serve ``ref`` or None when it can; it is fast and touches no network.
+    ``locate(ref)`` returns the folder, converting or downloading where it must. Sources are asked by falling ``priority``.
+    """
+
+    name: str
+    refuses: Callable[[str], str | None]
+    locate: Callable[[str], Path]
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of an operation on one kind of device (``"*"``: any).
+
+    ``impl`` names the callable; ``unsupported(request)`` returns the reasons it cannot serve, empty when it can.
+    The usable kernel of highest ``priority`` is chosen.
+    """
+
+    name: str
+    op: str
+    device_type: str
+    impl: str
+    priority: int
+    unsupported: Callable[[Any], list[str]]
+
+
+@dataclass(frozen=True)
+class TrainingMethod:
+    """A way of training: ``method`` names the class that owns the trainable weights and their files."""
+
+    name: str
+    method: str
