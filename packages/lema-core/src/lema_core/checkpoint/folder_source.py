@@ -1,0 +1,40 @@
+"""The checkpoint source of local folders. What looks like a path is a path: no network name is tried for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lema_core.checkpoint.manifest import check_folder, read_hf_config, weight_files
+from lema_core.records import CheckpointSource
+
+
+def looks_like_path(ref: str) -> bool:
+    """True for what exists here, and for what can only be meant as a path: ``./x ../x ~/x /x a/b/c x.safetensors x.gguf``."""
+    separators = [separator for separator in (os.sep, os.altsep) if separator]
+    return (
+        ref.startswith((".", "~", *separators))
+        or sum(ref.count(separator) for separator in separators) >= 2
+        or ref.endswith((".safetensors", ".gguf"))
+        or (bool(ref) and Path(ref).exists())
+    )
+
+
+def _refuses(ref: str) -> str | None:
+    if ref.endswith(".gguf"):
+        return "a GGUF file, not a folder of safetensors"
+    if looks_like_path(ref):
+        return None
+    return "no such local folder"
+
+
+def _locate(ref: str) -> Path:
+    """The folder ``ref``, when it holds a config and weights. Raises CheckpointError naming what is missing."""
+    folder = Path(ref).expanduser()
+    check_folder(folder)
+    read_hf_config(folder)
+    weight_files(folder)
+    return folder
+
+
+FOLDER_SOURCE = CheckpointSource(name="folder", refuses=_refuses, locate=_locate, priority=100)

@@ -1,0 +1,64 @@
+"""Reads one tensor's bytes by plain file reads: no mapping, so a file cut meanwhile is an error and not a signal."""
+
+from __future__ import annotations
+
+import ctypes
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lema_core.checkpoint.segments import TensorInfo
+from lema_core.errors import CheckpointError
+
+_PIECE_ELEMENTS = 1 << 20
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as writable bytes; valid only as long as ``tensor`` lives."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    if tensor.nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def read_tensor(info: TensorInfo) -> Tensor:
+    """Read ``info``'s data into a fresh CPU tensor of its dtype and shape. Raises CheckpointError when the file fails."""
+    tensor = torch.empty(info.shape, dtype=info.dtype)
+    _read_into(info, 0, tensor)
+    return tensor
+
+
+def same_values(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors are equal, element by element, read in pieces of a few MB."""
+    if one.shape != other.shape:
+        return False
+    elements = prod(one.shape)
+    for start in range(0, elements, _PIECE_ELEMENTS):
+        count = min(_PIECE_ELEMENTS, elements - start)
+        pieces = []
+        for info in (one, other):
+            piece = torch.empty(count, dtype=info.dtype)
+            _read_into(info, start * info.dtype.itemsize, piece)
+            pieces.append(piece.float() if one.dtype != other.dtype else piece)
+        if not torch.equal(*pieces):
+            return False
+    return True
+
+
+def _read_into(info: TensorInfo, start_bytes: int, tensor: Tensor) -> None:
+    """Fill the contiguous ``tensor`` with the bytes of ``info`` from ``start_bytes`` on."""
+    path, view, done = info.segment.path, tensor_bytes(tensor), 0
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(info.segment.offset + start_bytes)
+            # one read() returns at most 2 GiB on Linux
+            while done < len(view) and (count := file.readinto(view[done:])):
+                done += count
+    except OSError as error:
+        raise CheckpointError(f"{path}: tensor {info.name!r} cannot be read: {error.strerror or error}") from error
+    if done != len(view):
+        raise CheckpointError(
+            f"{path}: tensor {info.name!r}: {len(view)} bytes expected, {done} bytes found; "
+            "the file was cut since it was opened: download it again"
+        )

@@ -1,0 +1,81 @@
+"""Writes a safetensors file tensor by tensor, holding one tensor at a time.
+
+The layout follows from dtypes and shapes alone, so the header is written first and the data streams behind it. The header
+is padded with spaces, as the format allows, so that data starts at a multiple of 4096 bytes: a direct read needs no copy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lema_core.checkpoint.header import _LENGTH_BYTES, DTYPE_NAMES, MAX_HEADER_BYTES
+from lema_core.checkpoint.reading import tensor_bytes
+from lema_core.errors import CheckpointError
+
+#: data starts at a multiple of this: the largest block size that direct reads ask for
+ALIGNMENT_BYTES = 4096
+
+#: name, dtype, shape, and what returns the tensor when its turn comes
+TensorToWrite: TypeAlias = "tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor]]"
+
+
+def write_safetensors(
+    path: Path, tensors: Iterable[TensorToWrite], metadata: Mapping[str, str] | None = None, *, fsync: bool = True
+) -> None:
+    """Write ``tensors`` to ``path`` in the order given; each is asked for once, when it is written, and let go.
+
+    ``metadata`` is added to ``{"format": "pt"}``, which other readers look for. The file appears under its name only when
+    it is complete (``fsync``: and on the disk). Raises CheckpointError when a tensor differs from its declared dtype or
+    shape, when a name comes twice, or when the disk refuses.
+    """
+    listed = list(tensors)
+    header = _header_bytes(path, listed, {"format": "pt", **(metadata or {})})
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb", buffering=0) as file:
+            _write_all(file.write, memoryview(header))
+            for name, dtype, shape, get in listed:
+                tensor = get().detach()
+                if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+                    raise CheckpointError(
+                        f"{path}: tensor {name!r}: {dtype} {list(shape)} expected, {tensor.dtype} {list(tensor.shape)} found"
+                    )
+                tensor = tensor.cpu().contiguous()
+                _write_all(file.write, tensor_bytes(tensor))
+            if fsync:
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _header_bytes(path: Path, tensors: list[TensorToWrite], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    position = 0
+    for name, dtype, shape, _ in tensors:
+        if name in entries:
+            raise CheckpointError(f"{path}: tensor {name!r} given twice, or a reserved name")
+        end = position + prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path}: header of {len(text)} bytes is over the format's limit of {MAX_HEADER_BYTES}")
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _write_all(write: Callable[[memoryview], int | None], view: memoryview) -> None:
+    # one write() takes at most 2 GiB on Linux
+    while view:
+        view = view[write(view) or 0 :]
