@@ -1,0 +1,28 @@
+"""What lema_core itself brings, registered the way every plugin registers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lema_core.checkpoint.folder_source import FOLDER_SOURCE
+from lema_core.hookspecs import hookimpl
+from lema_core.records import CheckpointSource, Kernel
+
+
+@hookimpl
+def lema_checkpoint_sources() -> Iterable[CheckpointSource]:
+    """A local folder in Hugging Face layout."""
+    yield FOLDER_SOURCE
+
+
+@hookimpl
+def lema_kernels() -> Iterable[Kernel]:
+    """The plain-torch reference, which serves every device and is what other kernels are compared with."""
+    yield Kernel(
+        name="torch",
+        op="linear",
+        device_type="*",
+        impl="lema_core.ops.linear:LinearKernel",
+        priority=0,
+        unsupported=lambda request: [],
+    )
