@@ -64,6 +64,10 @@ class ModelAdapter(ABC):
         """Every tensor of the model, in the order of the forward pass."""
 
     @abstractmethod
+    def cache_shape(self) -> tuple[int, int]:
+        """Key/value heads and head size: what one token of one layer puts into a KV cache, twice."""
+
+    @abstractmethod
     def prepare(self, ctx: ForwardContext) -> None:
         """Compute what all blocks share (rotary tables) into ``ctx.shared``."""
 

@@ -1,0 +1,72 @@
+"""Keys and values of the tokens generated so far.
+
+Shapes: B rows, H key/value heads, T new tokens, S all tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lema_core.errors import BudgetError
+
+
+class KVCache:
+    """Grows by ``chunk_size`` tokens per layer, up to ``max_tokens``; the bytes of that are checked against ``budget_bytes`` first."""
+
+    def __init__(
+        self,
+        n_layers: int,
+        shape_BHD: tuple[int, int, int],
+        max_tokens: int,
+        chunk_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        budget_bytes: int | None = None,
+    ) -> None:
+        self._keys: list[Tensor | None] = [None] * n_layers
+        self._values: list[Tensor | None] = [None] * n_layers
+        self._lengths = [0] * n_layers
+        self._shape = shape_BHD
+        self._chunk_size = chunk_size
+        self._max_tokens = max_tokens
+        self._dtype = dtype
+        self._device = device
+        b, h, d = shape_BHD
+        needed = 2 * n_layers * b * h * d * max_tokens * dtype.itemsize
+        if budget_bytes is not None and needed > budget_bytes:
+            raise BudgetError(
+                f"the KV cache of {max_tokens} tokens needs {needed:,} bytes, kv_vram gives {budget_bytes:,}; "
+                "raise kv_vram or lower max_new_tokens"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens that every layer has seen."""
+        return self._lengths[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated now."""
+        return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values) if t is not None)
+
+    def append(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new tokens of one layer; returns all keys and values so far, [B, H, S, D]."""
+        start = self._lengths[layer]
+        stop = start + k_BHTD.shape[2]
+        self._keys[layer] = self._grown(self._keys[layer], start, stop)
+        self._values[layer] = self._grown(self._values[layer], start, stop)
+        self._keys[layer][:, :, start:stop] = k_BHTD
+        self._values[layer][:, :, start:stop] = v_BHTD
+        self._lengths[layer] = stop
+        return self._keys[layer][:, :, :stop], self._values[layer][:, :, :stop]
+
+    def _grown(self, held: Tensor | None, length: int, wanted: int) -> Tensor:
+        if held is not None and held.shape[2] >= wanted:
+            return held
+        b, h, d = self._shape
+        capacity = min(-(-wanted // self._chunk_size) * self._chunk_size, max(self._max_tokens, wanted))
+        grown = torch.empty(b, h, capacity, d, dtype=self._dtype, device=self._device)
+        if held is not None:
+            grown[:, :, :length] = held[:, :, :length]
+        return grown

@@ -1,0 +1,1 @@
+"""Operations that model adapters compute with; weights are borrowed from a store inside them."""

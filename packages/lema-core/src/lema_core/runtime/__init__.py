@@ -1,0 +1,1 @@
+"""Steps of a model over streamed weights: training, evaluation, generation."""

@@ -1,0 +1,241 @@
+"""Run an adapter's math layer by layer over streamed weights: train, evaluate, and compute logits.
+
+Every kind of step is traced once on the meta device, with the same code that then computes. Shapes: B rows, T tokens, C hidden
+size, N = B * T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lema_core.adapter import ModelAdapter
+from lema_core.device import Device
+from lema_core.errors import DataError
+from lema_core.kv import KVCache
+from lema_core.ops.context import DropoutKey, ForwardContext, attention_mask_BTS, token_positions
+from lema_core.ops.linear import LinearKernel
+from lema_core.ops.low_rank import LowRankUpdate
+from lema_core.ops.streamed import StreamedOps
+from lema_core.runtime.batch import TokenBatch, total_targets
+from lema_core.runtime.head_loss import chunk_tokens, head_loss, n_chunks
+from lema_core.store.store import StreamedModel, TensorStore, TraceRecorder
+from lema_core.store.trace import Trace
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainPass:
+    """How a training step is computed. ``first_layer``: the lowest one with something trainable (n_layers: only the head has).
+
+    ``recompute``: keep each block's input only and compute the block again when its gradient comes. ``seed``: of dropout.
+    """
+
+    first_layer: int
+    recompute: bool
+    seed: int
+
+
+class ModelRunner:
+    """Computes with ``adapter`` on ``store``. ``updates``: low-rank updates by module name, trained through their ``.grad``."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        model: StreamedModel,
+        store: TensorStore,
+        updates: Mapping[str, LowRankUpdate],
+        kernel: LinearKernel,
+    ) -> None:
+        self.adapter = adapter
+        self.store = store
+        self._model = model
+        self._device: Device = store.device
+        storage = next(iter(model.layout.parts.values()))[0].dtype
+        self.dtype = self._device.compute_dtype(storage)
+        biased = frozenset(name[: -len(".bias")] for name in model.layout.parts if name.endswith(".bias"))
+        self._ops = StreamedOps(store, kernel, self._device.torch_device, self.dtype, updates, biased)
+        self._traces: dict[Hashable, Trace] = {}
+
+    # -- training
+
+    def train_step(self, batches: Sequence[TokenBatch], how: TrainPass, step: int) -> float:
+        """Add the gradient of the token-weighted mean loss over all micro-batches to the parameters; returns that loss.
+
+        Micro-batches without a target are left out. ``step`` keys dropout.
+        """
+        n_targets = total_targets(batches)
+        if n_targets == 0:
+            raise DataError("every label of this step is masked: there is nothing to learn from")
+        vocab = self.adapter.vocab_size
+        key = ("train", how.first_layer, how.recompute, tuple(n_chunks(b.n_targets, vocab) for b in batches))
+
+        def compute(ops: StreamedOps, batches: Sequence[TokenBatch]) -> list[Tensor]:
+            return [
+                self._train_micro_batch(ops, batch, how, DropoutKey(how.seed, step, index), 1.0 / n_targets)
+                for index, batch in enumerate(batches)
+                if batch.n_targets
+            ]
+
+        return sum(loss.item() for loss in self._run(key, compute, batches)) / n_targets
+
+    def _train_micro_batch(
+        self, ops: StreamedOps, batch: TokenBatch, how: TrainPass, dropout: DropoutKey, scale: float
+    ) -> Tensor:
+        adapter, last = self.adapter, self.adapter.n_layers - 1
+        ctx = self._context(ops, batch, dropout=dropout)
+        inputs: dict[int, Tensor] = {}
+        kept: dict[int, tuple[Tensor, Tensor]] = {}
+        with torch.no_grad():
+            x_BTC = adapter.embed(ops, batch.input_ids, ctx)
+            for layer in range(adapter.n_layers):
+                if layer < how.first_layer or (how.recompute and layer < last):
+                    if layer >= how.first_layer:
+                        inputs[layer] = x_BTC
+                    x_BTC = adapter.block(ops, layer, x_BTC, ctx)
+                else:
+                    kept[layer] = self._with_graph(ops, layer, x_BTC, ctx, how)
+                    x_BTC = kept[layer][1].detach()
+        positions, targets = (t.to(x_BTC.device) for t in batch.supervised)
+        loss, dx = head_loss(adapter, ops, x_BTC.reshape(-1, x_BTC.shape[-1]), positions, targets, scale)
+        dx_BTC = dx.view(x_BTC.shape)
+        del x_BTC, dx
+        for layer in range(last, how.first_layer - 1, -1):
+            x_in, x_out = kept.pop(layer) if layer in kept else self._with_graph(ops, layer, inputs.pop(layer), ctx, how)
+            torch.autograd.backward(x_out, dx_BTC)
+            dx_BTC = x_in.grad
+            del x_in, x_out
+        return loss
+
+    def _with_graph(
+        self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext, how: TrainPass
+    ) -> tuple[Tensor, Tensor]:
+        x_in = x_BTC.detach().requires_grad_(layer > how.first_layer)
+        with torch.enable_grad():
+            return x_in, self.adapter.block(ops, layer, x_in, ctx)
+
+    # -- evaluation
+
+    @torch.no_grad()
+    def loss(self, batch: TokenBatch) -> tuple[float, int]:
+        """Summed negative log-likelihood (nats) and the number of targets, without gradients or dropout."""
+        if batch.n_targets == 0:
+            return 0.0, 0
+
+        def compute(ops: StreamedOps, batches: Sequence[TokenBatch]) -> Tensor:
+            x_BTC = self._hidden(ops, batches[0], self._context(ops, batches[0]))
+            positions, targets = (t.to(x_BTC.device) for t in batches[0].supervised)
+            return head_loss(self.adapter, ops, x_BTC.reshape(-1, x_BTC.shape[-1]), positions, targets, None)[0]
+
+        key = ("evaluate", n_chunks(batch.n_targets, self.adapter.vocab_size))
+        return self._run(key, compute, [batch]).item(), batch.n_targets
+
+    @torch.no_grad()
+    def logits(self, batch: TokenBatch) -> Tensor:
+        """fp32 [B, T, V] on the CPU, without dropout."""
+        b, t = batch.input_ids.shape
+
+        def compute(ops: StreamedOps, batches: Sequence[TokenBatch]) -> Tensor:
+            x_BTC = self._hidden(ops, batches[0], self._context(ops, batches[0]))
+            chunks = x_BTC.reshape(-1, x_BTC.shape[-1]).split(chunk_tokens(self.adapter.vocab_size))
+            out_NV = torch.empty(b * t, self.adapter.vocab_size, device="meta" if x_BTC.is_meta else "cpu")
+            for chunk_nC, out_nV in zip(chunks, out_NV.split(chunk_tokens(self.adapter.vocab_size)), strict=True):
+                out_nV.copy_(self.adapter.head(ops, chunk_nC))
+            return out_NV.view(b, t, -1)
+
+        return self._run(("logits", n_chunks(b * t, self.adapter.vocab_size)), compute, [batch])
+
+    @torch.no_grad()
+    def next_logits(self, batch: TokenBatch, cache: KVCache) -> Tensor:
+        """Feed new tokens after those in ``cache``; fp32 logits [B, V] of the last one, on the CPU.
+
+        ``batch.attention_mask`` covers cached and new tokens; the new ones are the last ``input_ids.shape[1]``.
+        """
+
+        def compute(ops: StreamedOps, batches: Sequence[TokenBatch]) -> Tensor:
+            held = None if batches[0].input_ids.is_meta else cache
+            ctx = self._context(ops, batches[0], cache=held)
+            x_BTC = self._hidden(ops, batches[0], ctx)
+            return self.adapter.head(ops, x_BTC[:, -1]).float()
+
+        return self._run(("generate",), compute, [batch]).cpu()
+
+    def _hidden(self, ops: StreamedOps, batch: TokenBatch, ctx: ForwardContext) -> Tensor:
+        x_BTC = self.adapter.embed(ops, batch.input_ids, ctx)
+        for layer in range(self.adapter.n_layers):
+            x_BTC = self.adapter.block(ops, layer, x_BTC, ctx)
+        return x_BTC
+
+    # -- steps
+
+    def _context(
+        self, ops: StreamedOps, batch: TokenBatch, dropout: DropoutKey | None = None, cache: KVCache | None = None
+    ) -> ForwardContext:
+        n_queries = batch.input_ids.shape[1]
+        if batch.input_ids.is_meta:
+            positions, mask = torch.empty(batch.input_ids.shape, dtype=torch.int64, device="meta"), None
+        else:
+            positions = token_positions(batch.attention_mask)[:, -n_queries:].to(ops.device)
+            mask = attention_mask_BTS(batch.attention_mask, n_queries)
+            mask = None if mask is None else mask.to(ops.device)
+        ctx = ForwardContext(positions, mask, cache, dropout)
+        self.adapter.prepare(ctx)
+        return ctx
+
+    def _run(
+        self,
+        key: Hashable,
+        compute: Callable[[StreamedOps, Sequence[TokenBatch]], T],
+        batches: Sequence[TokenBatch],
+    ) -> T:
+        trace = self.trace(key, compute, batches)
+        with self._step(trace):
+            return compute(self._ops, batches)
+
+    @contextmanager
+    def _step(self, trace: Trace):
+        self.store.begin_step(trace)
+        try:
+            yield
+        except BaseException:
+            self.store.abort_step()
+            raise
+        self.store.end_step()
+
+    def trace(
+        self,
+        key: Hashable,
+        compute: Callable[[StreamedOps, Sequence[TokenBatch]], object],
+        batches: Sequence[TokenBatch],
+    ) -> Trace:
+        """The accesses of one step, from a run on the meta device; kept by ``key``, which holds all that they depend on."""
+        if key not in self._traces:
+            recorder = TraceRecorder(self._model)
+            ops = StreamedOps(
+                recorder,
+                self._ops.kernel,
+                torch.device("meta"),
+                self.dtype,
+                {name: _on_meta(update) for name, update in self._ops.updates.items()},
+                self._ops.biased,
+            )
+            compute(ops, [_batch_on_meta(batch) for batch in batches])
+            self._traces[key] = recorder.trace(key)
+        return self._traces[key]
+
+
+def _batch_on_meta(batch: TokenBatch) -> TokenBatch:
+    """The ids' shape without their numbers; labels stay, since where the targets are decides what is computed."""
+    return replace(batch, input_ids=torch.empty_like(batch.input_ids, device="meta"))
+
+
+def _on_meta(update: LowRankUpdate) -> LowRankUpdate:
+    a, b = (torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in (update.lora_A, update.lora_B))
+    return replace(update, lora_A=a, lora_B=b)

@@ -1,0 +1,205 @@
+"""Cut a model's weights into granules: what moves between tiers.
+
+A granule is a block of rows of one large matrix, or several whole tensors of one layer. All slots of a tier have the size of
+the largest granule, so the cut is chosen to waste little. It follows from shapes and dtypes alone, never from a budget: row
+blocks are also the blocks that products are computed in, and results must not depend on how much memory there was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from lema_core.checkpoint import TensorInfo
+
+#: direct I/O wants file offsets, lengths and addresses in multiples of this
+SECTOR_BYTES = 4096
+MAX_GRANULE_BYTES = 32_000_000
+#: what handling one more granule costs, as bytes that could have been read meanwhile
+_HANDLING_BYTES = 256_000
+#: pieces of a file nearer than this are read as one: apart, each would be padded to whole sectors
+_MERGE_GAP_BYTES = 2 * SECTOR_BYTES
+_MAX_ROWS_ALIGN = 16
+
+
+@dataclass(frozen=True)
+class Read:
+    """One contiguous file range that lands at ``slot_offset``; offsets and ``nbytes`` are multiples of SECTOR_BYTES.
+
+    Only the first ``needed_bytes`` carry data: the last sector may lie past the file's end.
+    """
+
+    path: Path
+    file_offset: int
+    nbytes: int
+    needed_bytes: int
+    slot_offset: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows ``start:stop`` of a tensor, found at byte ``offset`` of a granule's slot (the whole of a vector: rows are elements)."""
+
+    tensor: str
+    granule: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+
+@dataclass(frozen=True)
+class Granule:
+    """``nbytes``: the bytes that are read and moved; ``layer`` and ``names`` say what it is, for errors and plots."""
+
+    index: int
+    nbytes: int
+    layer: int | None
+    names: tuple[str, ...]
+    reads: tuple[Read, ...]
+
+
+@dataclass(frozen=True)
+class StreamedTensor:
+    """A tensor to be cut: where it lies in the file and which layer uses it. ``layer`` None groups what lies outside blocks."""
+
+    name: str
+    info: TensorInfo
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class GranuleLayout:
+    granules: tuple[Granule, ...]
+    parts: Mapping[str, tuple[Part, ...]]
+    slot_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all slots when every granule has one."""
+        return self.slot_bytes * len(self.granules)
+
+
+def _tensor_bytes(item: StreamedTensor) -> int:
+    return prod(item.info.shape) * item.info.dtype.itemsize
+
+
+def _row_blocks(item: StreamedTensor, target_bytes: int) -> list[tuple[int, int]]:
+    rows = item.info.shape[0]
+    row_bytes = _tensor_bytes(item) // rows
+    at_most = max(1, target_bytes // row_bytes)
+    align = _MAX_ROWS_ALIGN if at_most >= _MAX_ROWS_ALIGN else 1
+    at_most -= at_most % align
+    count = -(-rows // at_most)
+    step = -(-rows // count)
+    step = min(at_most, -(-step // align) * align)
+    return [(start, min(rows, start + step)) for start in range(0, rows, step)]
+
+
+def _cut(group: Sequence[StreamedTensor], target_bytes: int) -> list[list[tuple[StreamedTensor, int, int]]]:
+    """First fit, in the order of use: the pieces of each granule of one layer."""
+    bins: list[list[tuple[StreamedTensor, int, int]]] = []
+    room: list[int] = []
+    for item in group:
+        rows = item.info.shape[0] if item.info.shape else 1
+        blocks = [(0, rows)] if _tensor_bytes(item) <= target_bytes else _row_blocks(item, target_bytes)
+        for start, stop in blocks:
+            nbytes = _tensor_bytes(item) * (stop - start) // max(1, rows)
+            for i, free in enumerate(room):
+                if nbytes <= free:
+                    bins[i].append((item, start, stop))
+                    room[i] -= nbytes
+                    break
+            else:
+                bins.append([(item, start, stop)])
+                room.append(max(0, target_bytes - nbytes))
+    return bins
+
+
+def _cost(groups: Iterable[Sequence[StreamedTensor]], target_bytes: int) -> int:
+    count, largest = 0, 0
+    sizes: dict[tuple[tuple[tuple[int, ...], torch.dtype], ...], tuple[int, int]] = {}
+    for group in groups:
+        key = tuple((item.info.shape, item.info.dtype) for item in group)
+        if key not in sizes:
+            bins = _cut(group, target_bytes)
+            sizes[key] = len(bins), max(
+                sum(_tensor_bytes(i) * (b - a) // max(1, i.info.shape[0] if i.info.shape else 1) for i, a, b in pieces)
+                for pieces in bins
+            )
+        count += sizes[key][0]
+        largest = max(largest, sizes[key][1])
+    return count * (largest + _HANDLING_BYTES)
+
+
+def _target_bytes(groups: Sequence[Sequence[StreamedTensor]], max_granule_bytes: int) -> int:
+    """The cut that costs least among a geometric ladder of sizes; the larger one where two cost the same."""
+    largest_group = max(sum(map(_tensor_bytes, group)) for group in groups)
+    target = float(min(max_granule_bytes, largest_group))
+    best, best_cost = int(target), _cost(groups, int(target))
+    while target > max_granule_bytes / 64:
+        target /= 1.08
+        cost = _cost(groups, int(target))
+        if cost < best_cost:
+            best, best_cost = int(target), cost
+    return best
+
+
+def _place(index: int, pieces: Sequence[tuple[StreamedTensor, int, int]]) -> tuple[Granule, list[Part]]:
+    """Lay the pieces of a granule out in its slot, reading neighbours in the file as one range."""
+    ranges = []
+    for item, start, stop in pieces:
+        rows = max(1, item.info.shape[0] if item.info.shape else 1)
+        row_bytes = _tensor_bytes(item) // rows
+        first = item.info.segment.offset + start * row_bytes
+        ranges.append((item.info.segment.path, first, first + (stop - start) * row_bytes, item, start, stop))
+    ranges.sort(key=lambda r: (str(r[0]), r[1]))
+    spans: list[list] = []
+    for path, first, last, *_ in ranges:
+        low, high = first - first % SECTOR_BYTES, -(-last // SECTOR_BYTES) * SECTOR_BYTES
+        if spans and spans[-1][0] == path and low - spans[-1][2] <= _MERGE_GAP_BYTES:
+            spans[-1][2] = max(spans[-1][2], high)
+            spans[-1][3] = max(spans[-1][3], last)
+        else:
+            spans.append([path, low, high, last])
+    reads, slot_offset = [], 0
+    for path, low, high, last in spans:
+        reads.append(Read(path, low, high - low, last - low, slot_offset))
+        slot_offset += high - low
+    parts = []
+    for path, first, last, item, start, stop in ranges:
+        read = next(r for r in reads if r.path == path and r.file_offset <= first and last <= r.file_offset + r.nbytes)
+        shape = (stop - start, *item.info.shape[1:]) if item.info.shape else ()
+        offset = read.slot_offset + first - read.file_offset
+        parts.append(Part(item.name, index, start, stop, shape, item.info.dtype, offset))
+    names = tuple(dict.fromkeys(item.name for item, _, _ in pieces))
+    return Granule(index, slot_offset, pieces[0][0].layer, names, tuple(reads)), parts
+
+
+def lay_out(tensors: Sequence[StreamedTensor], max_granule_bytes: int = MAX_GRANULE_BYTES) -> GranuleLayout:
+    """Cut ``tensors`` (in the order of the forward pass) into granules of at most about ``max_granule_bytes``.
+
+    A single row larger than that is a granule of its own.
+    """
+    groups: dict[int | None, list[StreamedTensor]] = {}
+    for item in tensors:
+        groups.setdefault(item.layer, []).append(item)
+    target = _target_bytes(list(groups.values()), max_granule_bytes)
+    granules: list[Granule] = []
+    parts: dict[str, list[Part]] = {item.name: [] for item in tensors}
+    for group in groups.values():
+        for pieces in _cut(group, target):
+            granule, placed = _place(len(granules), pieces)
+            granules.append(granule)
+            for part in placed:
+                parts[part.tensor].append(part)
+    slot_bytes = max(granule.nbytes for granule in granules)
+    ordered = {name: tuple(sorted(found, key=lambda p: p.start)) for name, found in parts.items()}
+    return GranuleLayout(tuple(granules), ordered, slot_bytes)

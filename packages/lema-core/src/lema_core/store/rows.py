@@ -1,0 +1,90 @@
+"""Rows of an embedding: demand accesses, fetched as soon as the token ids are known, in a region of their own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from lema_core.device import map_ram
+from lema_core.store.disk import DiskReader
+from lema_core.store.granules import SECTOR_BYTES
+
+_BOUNCE_BYTES = 1 << 20
+
+
+class RowCache:
+    """The rows used most recently of one [V, C] tensor, in storage format. ``n_rows`` is the region's capacity."""
+
+    def __init__(self, info, reader: DiskReader, n_rows: int) -> None:
+        self._info = info
+        self._reader = reader
+        self._row_bytes = info.shape[1] * info.dtype.itemsize
+        self.n_rows = min(n_rows, info.shape[0])
+        self._rows = map_ram(self.n_rows * self._row_bytes)[: self.n_rows * self._row_bytes]
+        self._rows = self._rows.view(info.dtype).view(self.n_rows, info.shape[1])
+        bounce_bytes = max(_BOUNCE_BYTES, -(-self._row_bytes // SECTOR_BYTES) * SECTOR_BYTES + 2 * SECTOR_BYTES)
+        self._bounce = map_ram(bounce_bytes)
+        self._bounce_memory = memoryview((ctypes.c_char * bounce_bytes).from_address(self._bounce.data_ptr())).cast("B")
+        self._slots: OrderedDict[int, int] = OrderedDict()
+        self._ever_filled = 0
+        self.bytes_read = 0
+
+    @property
+    def bytes_now(self) -> int:
+        return len(self._slots) * self._row_bytes + len(self._bounce)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._ever_filled * self._row_bytes + len(self._bounce)
+
+    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """int64 ids [N] on the CPU -> rows [N, C] as ``dtype``. Ids must lie in 0 .. V-1."""
+        out = torch.empty(ids.numel(), self._info.shape[1], dtype=dtype)
+        # A set of rows wider than the region goes through it piece by piece.
+        for piece, target in zip(ids.split(self.n_rows), out.split(self.n_rows), strict=True):
+            wanted = piece.tolist()
+            self._fetch(sorted(set(wanted)))
+            target.copy_(self._rows[torch.tensor([self._slots[row] for row in wanted])])
+        return out
+
+    def _fetch(self, rows: list[int]) -> None:
+        missing = []
+        for row in rows:
+            if row in self._slots:
+                self._slots.move_to_end(row)
+            else:
+                missing.append(row)
+        start = 0
+        while start < len(missing):
+            stop = start + 1
+            while stop < len(missing) and missing[stop] == missing[stop - 1] + 1 and self._span_fits(stop + 1 - start):
+                stop += 1
+            self._read(missing[start:stop])
+            start = stop
+
+    def _span_fits(self, count: int) -> bool:
+        return count * self._row_bytes + 2 * SECTOR_BYTES <= len(self._bounce)
+
+    def _read(self, rows: list[int]) -> None:
+        """Read neighbouring rows through the aligned bounce area; a row starts anywhere in the file."""
+        first = self._info.segment.offset + rows[0] * self._row_bytes
+        last = first + len(rows) * self._row_bytes
+        low = first - first % SECTOR_BYTES
+        span = -(-(last - low) // SECTOR_BYTES) * SECTOR_BYTES
+        self._reader.read(self._info.segment.path, low, self._bounce_memory[:span], last - low, (self._info.name,))
+        self.bytes_read += span
+        found = self._bounce[first - low : last - low]
+        if found.storage_offset() % self._info.dtype.itemsize:
+            found = found.clone()
+        found = found.view(self._info.dtype).view(len(rows), -1)
+        for i, row in enumerate(rows):
+            if len(self._slots) < self.n_rows:
+                slot = len(self._slots)
+                self._ever_filled = max(self._ever_filled, slot + 1)
+            else:
+                slot = self._slots.popitem(last=False)[1]
+            self._rows[slot] = found[i]
+            self._slots[row] = slot

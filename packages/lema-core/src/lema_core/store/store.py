@@ -1,0 +1,307 @@
+"""TensorStore: the weights of a model, borrowed granule by granule in the order that a trace announced."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from lema_core.device import Device
+from lema_core.errors import BudgetError, PlanError
+from lema_core.store.disk import DiskReader
+from lema_core.store.engine import StepPlan, TransferEngine
+from lema_core.store.granules import MAX_GRANULE_BYTES, GranuleLayout, Part, StreamedTensor, lay_out
+from lema_core.store.rows import RowCache
+from lema_core.store.trace import Trace
+from lema_core.store.window import Window
+
+if TYPE_CHECKING:
+    from lema_core.adapter import ModelAdapter
+    from lema_core.checkpoint import TensorInfo
+
+DEFAULT_PREFETCH_DISTANCE = 8
+#: the fewest rows of an embedding that its region holds
+_MIN_ROWS = 16
+_ROWS_BYTES = 4_000_000
+
+
+class WeightSource(Protocol):
+    """What operations borrow weights from: the store, or a recorder that traces a step on the meta device."""
+
+    def parts(self, name: str) -> tuple[Part, ...]:
+        """The row blocks of a tensor, in order."""
+
+    def borrow(self, part: Part) -> AbstractContextManager[Tensor]:
+        """A row block in storage format on the device, valid inside the ``with`` only."""
+
+    def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of an embedding: int64 ids [N] -> [N, C] as ``dtype`` on the device."""
+
+
+@dataclass(frozen=True)
+class WindowSizes:
+    """Slots per tier and the rows region, decided before the first byte moves. ``device_slots`` is 0 where RAM is the device's."""
+
+    ram_slots: int
+    device_slots: int
+    n_rows: int
+
+
+@dataclass(frozen=True)
+class StreamedModel:
+    """A model's tensors bound to their files, cut into granules. ``embeddings``: read by rows."""
+
+    layout: GranuleLayout
+    embeddings: Mapping[str, TensorInfo]
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(info.shape[1] * info.dtype.itemsize for info in self.embeddings.values())
+
+    def default_rows(self) -> int:
+        """Rows of the region when nothing presses; follows from the model alone."""
+        most = max((info.shape[0] for info in self.embeddings.values()), default=0)
+        return min(most, max(_MIN_ROWS, _ROWS_BYTES // max(1, self.row_bytes)))
+
+    def smallest_bytes(self, device_shares_ram: bool) -> int:
+        """The least that ``ram`` (and likewise ``device``) must be given."""
+        return self.layout.slot_bytes + min(_MIN_ROWS, self.default_rows()) * self.row_bytes
+
+    def sizes(self, ram_bytes: int | None, device_bytes: int | None, device_shares_ram: bool) -> WindowSizes:
+        """Slots for budgets in bytes (None: everything). Raises BudgetError when not even one granule fits."""
+        n = len(self.layout.granules)
+        slot_bytes = self.layout.slot_bytes
+        rows = self.default_rows()
+        if ram_bytes is not None:
+            rows = max(min(_MIN_ROWS, rows), min(rows, ram_bytes // 8 // max(1, self.row_bytes)))
+            needed = slot_bytes + rows * self.row_bytes
+            if ram_bytes < needed:
+                raise BudgetError(
+                    f"weights_ram gives {ram_bytes:,} bytes; the smallest window needs {needed:,} "
+                    f"(one granule of {slot_bytes:,} and {rows} embedding rows); raise weights_ram"
+                )
+        ram_slots = n if ram_bytes is None else min(n, (ram_bytes - rows * self.row_bytes) // slot_bytes)
+        if device_shares_ram:
+            return WindowSizes(ram_slots, 0, rows)
+        if device_bytes is not None and device_bytes < slot_bytes:
+            raise BudgetError(
+                f"weights_vram gives {device_bytes:,} bytes; the smallest window needs {slot_bytes:,} (one granule); "
+                "raise weights_vram"
+            )
+        device_slots = n if device_bytes is None else min(n, device_bytes // slot_bytes)
+        return WindowSizes(ram_slots, device_slots, rows)
+
+
+def cut_model(
+    adapter: ModelAdapter, tensors: Mapping[str, TensorInfo], max_granule_bytes: int = MAX_GRANULE_BYTES
+) -> StreamedModel:
+    """Cut the bound ``tensors`` of ``adapter``. An embedding is read by rows, and as granules too where a tied head uses it."""
+    streamed: list[StreamedTensor] = []
+    embeddings: dict[str, TensorInfo] = {}
+    for spec in adapter.tensors():
+        if spec.role == "embedding":
+            embeddings[spec.name] = tensors[spec.name]
+        else:
+            streamed.append(StreamedTensor(spec.name, tensors[spec.name], spec.layer))
+    return StreamedModel(lay_out(streamed, max_granule_bytes), embeddings)
+
+
+class Borrow:
+    """One access under way. The tensor is refused once the slot was released or given to another granule."""
+
+    __slots__ = ("_generation", "_part", "_position", "_released", "_slot", "_store", "_window")
+
+    def __init__(self, store: TensorStore, window: Window, part: Part, position: int, slot: int) -> None:
+        self._store = store
+        self._window = window
+        self._part = part
+        self._position = position
+        self._slot = slot
+        self._generation = window.generations[slot]
+        self._released = False
+
+    def tensor(self) -> Tensor:
+        """The row block in storage format. Raises PlanError when it is stale."""
+        part, window = self._part, self._window
+        if self._released or window.generations[self._slot] != self._generation or window.granule_in(self._slot) != part.granule:
+            raise PlanError(f"stale read of {part.tensor}: its slot was released or holds another granule")
+        count = 1
+        for size in part.shape:
+            count *= size
+        data = window.slot(self._slot)[part.offset : part.offset + count * part.dtype.itemsize]
+        # A file may place a tensor at an address its dtype cannot be read at.
+        if data.storage_offset() % part.dtype.itemsize:
+            data = data.clone()
+        return data.view(part.dtype).view(part.shape)
+
+    def __enter__(self) -> Tensor:
+        return self.tensor()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._released = True
+        self._store.release(self._position)
+
+
+@dataclass
+class StoreStats:
+    """Bytes of one kind of stream. ``*_now``/``*_peak``: slots filled; ``*_window``: the budget's slots; reads of this step."""
+
+    ram_now_bytes: int
+    ram_peak_bytes: int
+    ram_window_bytes: int
+    device_now_bytes: int
+    device_peak_bytes: int
+    device_window_bytes: int
+    read_bytes: int
+    copied_bytes: int
+    written_bytes: int
+    wait_s: float
+
+
+class TensorStore:
+    """Owns the windows and the transfer engine of the ``weights`` stream. Use as a context manager, or call close()."""
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        device: Device,
+        sizes: WindowSizes,
+        prefetch_distance: int = DEFAULT_PREFETCH_DISTANCE,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.sizes = sizes
+        self._layout = model.layout
+        slot_bytes = self._layout.slot_bytes
+        self._reader = DiskReader()
+        ram = Window(device.allocate_ram(sizes.ram_slots * slot_bytes), sizes.ram_slots, slot_bytes)
+        if device.shares_ram:
+            self._near, self._far = ram, None
+        else:
+            slab = device.allocate(sizes.device_slots * slot_bytes)
+            self._near, self._far = Window(slab, sizes.device_slots, slot_bytes), ram
+        self._engine = TransferEngine(self._layout.granules, self._reader, device, self._near, self._far, prefetch_distance)
+        self._rows = {name: RowCache(info, self._reader, sizes.n_rows) for name, info in model.embeddings.items()}
+        self._position = 0
+        self._trace: Trace | None = None
+        self._step_start = (0, 0, 0.0)
+        self.closed = False
+
+    def begin_step(self, trace: Trace) -> StepPlan:
+        """Start moving what ``trace`` will borrow."""
+        self._position = 0
+        self._trace = trace
+        self._step_start = self._totals()
+        return self._engine.begin(trace)
+
+    def end_step(self) -> None:
+        """Every access of the trace was made and released. Raises PlanError otherwise."""
+        if self._position != len(self._trace.accesses):
+            self.abort_step()
+            raise PlanError(f"the step made {self._position} of {len(self._trace.accesses)} traced accesses")
+        self._engine.finish()
+
+    def abort_step(self) -> None:
+        """Abandon a step that failed; the store can be used again."""
+        self._engine.abort()
+
+    def parts(self, name: str) -> tuple[Part, ...]:
+        return self._layout.parts[name]
+
+    def borrow(self, part: Part) -> Borrow:
+        position = self._position
+        slot = self._engine.acquire(position, part.granule)
+        self._position = position + 1
+        return Borrow(self, self._near, part, position, slot)
+
+    def release(self, position: int) -> None:
+        self._engine.release(position)
+
+    def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._rows[name].gather(ids, dtype).to(self.device.torch_device)
+
+    def _totals(self) -> tuple[int, int, float]:
+        return self._reader.bytes_read, self._engine.link_bytes, self._engine.wait_s
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Figures per kind of stream; ``read_bytes``, ``copied_bytes`` and ``wait_s`` of the present or latest step."""
+        ram = self._near if self._far is None else self._far
+        rows = self._rows.values()
+        before = self._step_start
+        read, copied, waited = self._totals()
+        far = self._far is not None
+        weights = StoreStats(
+            ram_now_bytes=ram.bytes_now + sum(r.bytes_now for r in rows),
+            ram_peak_bytes=ram.peak_bytes + sum(r.peak_bytes for r in rows),
+            ram_window_bytes=ram.n_slots * ram.slot_bytes + self.sizes.n_rows * self.model.row_bytes,
+            device_now_bytes=self._near.bytes_now if far else 0,
+            device_peak_bytes=self._near.peak_bytes if far else 0,
+            device_window_bytes=self._near.n_slots * self._near.slot_bytes if far else 0,
+            read_bytes=read - before[0],
+            copied_bytes=copied - before[1],
+            written_bytes=0,
+            wait_s=waited - before[2],
+        )
+        return {"weights": weights}
+
+    @property
+    def buffered_files(self) -> Sequence[str]:
+        """Files whose file system refused direct reads."""
+        return sorted(map(str, self._reader.buffered_files))
+
+    def slots_filled(self) -> tuple[int, int]:
+        """The most slots (near, far) that ever held a granule, to hold against StepPlan."""
+        far = self._far.peak_bytes // self._far.slot_bytes if self._far is not None else 0
+        return self._near.peak_bytes // self._near.slot_bytes, far
+
+    def close(self) -> None:
+        """Stop the threads and free the slabs; safe to call twice."""
+        if not self.closed:
+            self.closed = True
+            self._engine.close()
+            self._reader.close()
+            self.device.close()
+
+    def __enter__(self) -> TensorStore:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _Recorded:
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __enter__(self) -> Tensor:
+        return self._tensor
+
+    def __exit__(self, *exc_info: object) -> None:
+        return None
+
+
+class TraceRecorder:
+    """Stands in for the store while a step runs on the meta device, and writes down what is borrowed."""
+
+    def __init__(self, model: StreamedModel) -> None:
+        self._model = model
+        self._accesses: list[int] = []
+
+    def parts(self, name: str) -> tuple[Part, ...]:
+        return self._model.layout.parts[name]
+
+    def borrow(self, part: Part) -> AbstractContextManager[Tensor]:
+        self._accesses.append(part.granule)
+        return _Recorded(torch.empty(part.shape, dtype=part.dtype, device="meta"))
+
+    def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty(ids.numel(), self._model.embeddings[name].shape[1], dtype=dtype, device="meta")
+
+    def trace(self, key: Hashable) -> Trace:
+        return Trace(key, tuple(self._accesses))

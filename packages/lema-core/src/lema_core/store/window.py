@@ -1,0 +1,53 @@
+"""The slots a tier owns: one slab, equal slots, a generation for each so that a stale slot is never read."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+from torch import Tensor
+
+
+class Window:
+    """``n_slots`` slots of ``slot_bytes`` in one slab (uint8). A slot's generation rises whenever its content is replaced."""
+
+    def __init__(self, slab: Tensor, n_slots: int, slot_bytes: int) -> None:
+        self.n_slots = n_slots
+        self.slot_bytes = slot_bytes
+        self._slab = slab
+        self._granules: list[int | None] = [None] * n_slots
+        self._ever_filled: set[int] = set()
+        self.generations = [0] * n_slots
+
+    def slot(self, index: int) -> Tensor:
+        """uint8 [slot_bytes]."""
+        return self._slab[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+
+    def memory(self, index: int) -> memoryview:
+        """The same bytes for file reads; only for a slab in RAM."""
+        address = self._slab.data_ptr() + index * self.slot_bytes
+        return memoryview((ctypes.c_char * self.slot_bytes).from_address(address)).cast("B")
+
+    def begin_fill(self, index: int) -> None:
+        """From now on the slot holds nothing that may be read."""
+        self.generations[index] += 1
+        self._granules[index] = None
+        self._ever_filled.add(index)
+
+    def end_fill(self, index: int, granule: int) -> None:
+        self._granules[index] = granule
+
+    def granule_in(self, index: int) -> int | None:
+        return self._granules[index]
+
+    def resident(self) -> Mapping[int, int]:
+        """granule -> slot of everything that may be read."""
+        return {granule: slot for slot, granule in enumerate(self._granules) if granule is not None}
+
+    @property
+    def bytes_now(self) -> int:
+        return sum(granule is not None for granule in self._granules) * self.slot_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return len(self._ever_filled) * self.slot_bytes
