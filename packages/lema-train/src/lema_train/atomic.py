@@ -1,0 +1,182 @@
+"""Folders and files that appear under their name only when they are complete and on the disk.
+
+A folder is written as ``.<name>.tmp-<pid>`` beside its place, synced, and renamed. One that is there already is
+renamed aside to ``.<name>.old-<pid>`` first, and back if anything fails; one to be deleted becomes
+``.<name>.del-<pid>``. What a killed process leaves is recognised by its pid and put right by
+:func:`clean_leftovers`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lema_core.errors import CheckpointError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|del)-(?P<pid>\d{1,9})")
+
+
+@contextmanager
+def atomic_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
+    """Yields an empty folder to write into; on leaving, it becomes ``final``, replacing what was there as a whole.
+
+    Whatever is raised inside, ``final`` stays as it was and nothing else is left. ``needed_bytes`` is what will be
+    written: with less free, nothing is begun. Raises CheckpointError with path, needed and free bytes when the disk
+    is or becomes full, and when ``final`` holds files that the new folder does not, since they would be lost.
+    """
+    final = Path(os.path.abspath(final))
+    temporary = _beside(final, "tmp")
+    with _explained(final, needed_bytes):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        clean_leftovers(final.parent, final.name)
+        check_free_space(final, needed_bytes)
+        temporary.mkdir()
+        try:
+            yield temporary
+            for path in temporary.rglob("*"):
+                _sync(path)
+            _sync(temporary)
+            _put_in_place(temporary, final)
+        except BaseException:
+            # the first error counts; what cannot be deleted now is found as a leftover later
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete ``folder`` so that no half-deleted one is ever seen under its name."""
+    doomed = _beside(folder, "del")
+    os.rename(folder, doomed)
+    _sync(folder.parent)
+    shutil.rmtree(doomed)
+
+
+def clean_leftovers(parent: Path, name: str | None = None) -> list[str]:
+    """Put right what killed processes left in ``parent`` of the folder ``name`` (None: of any ``checkpoint-<step>``).
+
+    Call it before this process writes there. Returns a line per leftover for the log; those of living processes stay.
+    """
+    messages: list[str] = []
+    if not parent.is_dir():
+        return messages
+    for path in sorted(parent.iterdir()):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is None or not (match["name"] == name if name else re.fullmatch(r"checkpoint-\d+", match["name"])):
+            continue
+        if _is_running(int(match["pid"])):
+            messages.append(f"{path}: left alone, process {match['pid']} is running")
+        elif match["kind"] == "old" and not (parent / match["name"]).exists():
+            os.rename(path, parent / match["name"])
+            messages.append(f"{parent / match['name']}: put back, its replacement was interrupted")
+        else:
+            shutil.rmtree(path)
+            messages.append(f"{path}: removed, left by an interrupted run")
+    return messages
+
+
+def check_free_space(path: Path, needed_bytes: int) -> None:
+    """Raises CheckpointError with path, needed and free bytes if the disk ``path`` is or will be on has too little."""
+    free_bytes = _free_bytes(path)
+    if free_bytes < needed_bytes:
+        raise CheckpointError(f"{path}: {needed_bytes} bytes needed, {free_bytes} bytes free on its disk: make room")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` so that ``path`` is never seen in part; synced. Raises CheckpointError when the disk refuses."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _explained(final: Path, needed_bytes: int) -> Iterator[None]:
+    """Turns what the disk refuses, straight or from a writer below, into one line with path, needed and free bytes."""
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        if cause.errno not in _FULL:
+            raise CheckpointError(f"{final}: cannot be written: {cause.strerror or cause}") from error
+        raise CheckpointError(
+            f"{final}: cannot be written: {cause.strerror}: {needed_bytes} bytes needed, {_free_bytes(final)} bytes "
+            "free on its disk: make room, or raise the limit on file sizes"
+        ) from error
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    if not final.exists():
+        os.rename(temporary, final)
+        _sync(final.parent)
+        return
+    if not final.is_dir():
+        raise CheckpointError(f"{final}: a folder expected, a file found: move it away")
+    foreign = {path.name for path in final.iterdir()} - {path.name for path in temporary.iterdir()}
+    if foreign:
+        raise CheckpointError(
+            f"{final}: holds files that are not part of this save and would be lost: {', '.join(sorted(foreign)[:4])}: "
+            "move them away"
+        )
+    aside = _beside(final, "old")
+    os.rename(final, aside)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        os.rename(aside, final)
+        raise
+    _sync(final.parent)
+    shutil.rmtree(aside)
+
+
+def _beside(folder: Path, kind: str) -> Path:
+    return folder.with_name(f".{folder.name}.{kind}-{os.getpid()}")
+
+
+def _is_running(pid: int) -> bool:
+    if pid == os.getpid():
+        # a container restarts with the same pids; this process has written nothing yet
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _free_bytes(path: Path) -> int:
+    existing = path
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # some network file systems keep folders' entries by themselves and refuse to sync them
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

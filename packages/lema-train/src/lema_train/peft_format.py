@@ -1,0 +1,274 @@
+"""LoRA weights as PEFT's files: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+Written files list their modules so that PEFT puts LoRA on exactly the same ones. Reading is strict: a file that
+asks for something that is not here (DoRA, trained biases, ``modules_to_save`` ...), or whose tensors are not
+exactly those its config calls for, is refused by name; nothing is ever loaded in part.
+
+Keys in the file: ``base_model.model.<module>.lora_A.weight``; the older ``...lora_A.default.weight`` is read too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lema_core.adapter import ModelAdapter, TensorSpec
+from lema_core.checkpoint import TensorInfo, read_header, read_tensor, write_safetensors
+from lema_core.checkpoint.describe import shorten
+from lema_core.errors import CheckpointError, ConfigError
+from lema_train.atomic import write_json
+from lema_train.lora import LoraConfig, LoraWeights, lora_shapes
+from lema_train.selection import ALL_LINEAR, matches
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+#: fields that describe the file or cannot change what plain LoRA on linear layers computes
+_HARMLESS = {
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
+}  # fmt: skip
+_READ = {
+    "alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_pattern", "layers_to_transform",
+    "lora_alpha", "lora_dropout", "peft_type", "r", "rank_pattern", "target_modules", "use_rslora",
+}  # fmt: skip
+#: ways of starting that leave the base weights as they are; others (PiSSA, OLoRA, LoftQ ...) train against changed ones
+_PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
+
+
+def save_peft(folder: Path, weights: LoraWeights, adapter: ModelAdapter, base_model_name_or_path: str | None) -> None:
+    """Write ``weights`` into the existing ``folder``, each file appearing only when it is complete.
+
+    Raises CheckpointError when the disk refuses.
+    """
+    tensors = [
+        (f"{_PREFIX}{name}.weight", torch.float32, tuple(parameter.shape), lambda parameter=parameter: parameter)
+        for name, parameter in weights.parameters().items()
+    ]
+    write_safetensors(folder / WEIGHTS_FILE, tensors)
+    write_json(folder / CONFIG_FILE, _config_to_write(weights, adapter, base_model_name_or_path))
+
+
+def peft_bytes(weights: LoraWeights) -> int:
+    """Bytes of tensor data that :func:`save_peft` writes."""
+    return 4 * weights.num_parameters
+
+
+def read_peft_config(folder: Path) -> dict[str, Any]:
+    """``adapter_config.json`` as it stands. Raises CheckpointError when it is missing or not a JSON object."""
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: a JSON object expected, {type(config).__name__} found")
+    return config
+
+
+def load_peft(folder: Path, adapter: ModelAdapter, *, device: torch.device | str = "cpu") -> LoraWeights:
+    """The LoRA weights in ``folder``, cast to fp32, on the linear layers of ``adapter``.
+
+    Raises CheckpointError naming the field or the tensors: for what plain LoRA on linear layers does not cover, for
+    tensors missing, unknown or of another shape.
+    """
+    config = read_peft_config(folder)
+    path = folder / CONFIG_FILE
+    _refuse_unsupported(path, config)
+    try:
+        linears = list(adapter.linear_modules())
+        modules = [spec for spec in linears if _peft_targets(config, spec.module, linears)]
+        targets, layers = _compact_targets(modules, linears)
+        lora_config = LoraConfig(
+            rank=config["r"],
+            alpha=config["lora_alpha"],
+            dropout=config.get("lora_dropout", 0.0),
+            target_modules=targets,
+            use_rslora=bool(config.get("use_rslora", False)),
+            layers=layers,
+            rank_pattern=config.get("rank_pattern") or {},
+            alpha_pattern=config.get("alpha_pattern") or {},
+        )
+    except KeyError as error:
+        raise CheckpointError(f"{path}: field {error.args[0]!r} is missing") from error
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except (re.error, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: a field is of another type than PEFT writes: {error}") from error
+    infos = _read_infos(folder)
+    _check_tensors(folder / WEIGHTS_FILE, infos, lora_config, modules)
+    weights = LoraWeights(lora_config, modules, device=device)
+    for name, info in infos.items():
+        weights.copy_({name: read_tensor(info)})
+    return weights
+
+
+def _config_to_write(weights: LoraWeights, adapter: ModelAdapter, base: str | None) -> dict[str, Any]:
+    config = weights.config
+    targets, layers = _compact_targets(weights.modules, list(adapter.linear_modules()))
+    alpha = int(config.alpha) if float(config.alpha).is_integer() else config.alpha
+    return {
+        "alpha_pattern": dict(config.alpha_pattern),
+        "auto_mapping": None,
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "exclude_modules": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": layers,
+        "lora_alpha": alpha,
+        "lora_bias": False,
+        "lora_dropout": config.dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": config.rank,
+        "rank_pattern": dict(config.rank_pattern),
+        "revision": None,
+        "target_modules": targets,
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": config.use_rslora,
+    }
+
+
+def _compact_targets(
+    modules: Sequence[TensorSpec], linears: Sequence[TensorSpec]
+) -> tuple[list[str], list[int] | None]:
+    """``target_modules`` and ``layers_to_transform`` by which PEFT picks exactly ``modules``.
+
+    The modules' last names, with the layers if limited, where that is exact; else every full path.
+    """
+    chosen = {spec.module for spec in modules}
+    leaves = sorted({module.rpartition(".")[2] for module in chosen})
+    layers = sorted({spec.layer for spec in modules if spec.layer is not None})
+    for limit in (None, layers):
+        config = {"target_modules": leaves, "layers_to_transform": limit}
+        if {spec.module for spec in linears if _peft_targets(config, spec.module, linears)} == chosen:
+            return leaves, limit
+    return [spec.module for spec in modules], None
+
+
+def _peft_targets(config: Mapping[str, Any], module: str, linears: Iterable[TensorSpec]) -> bool:
+    """Whether PEFT puts LoRA on ``module`` (``peft.tuners.tuners_utils.check_target_module_exists``)."""
+    exclude = config.get("exclude_modules")
+    if exclude:
+        if isinstance(exclude, str):
+            if re.fullmatch(exclude, module):
+                return False
+        elif any(matches(each, module) for each in exclude):
+            return False
+    targets = config["target_modules"]
+    if isinstance(targets, str):
+        if targets.lower() == ALL_LINEAR:
+            return any(spec.module == module and spec.role != "head" for spec in linears)
+        return re.fullmatch(targets, module) is not None
+    if module in targets:
+        return True
+    if not any(matches(each, module) for each in targets):
+        return False
+    layers = config.get("layers_to_transform")
+    if layers is None or layers == []:
+        return True
+    layer = _layer_index(module, config.get("layers_pattern"))
+    return layer is not None and layer in ([layers] if isinstance(layers, int) else layers)
+
+
+def _layer_index(module: str, patterns: str | Sequence[str] | None) -> int | None:
+    if not patterns:
+        expressions = [r".*?\.[^.]*\.(?P<idx>\d+)\."]
+    else:
+        listed = [patterns] if isinstance(patterns, str) else patterns
+        expressions = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." for pattern in listed]
+    for expression in expressions:
+        match = re.match(expression, module)
+        if match:
+            return int(match["idx"])
+    return None
+
+
+def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{path}: peft_type 'LORA' expected, {config.get('peft_type')!r} found")
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(f"{path}: bias {config['bias']!r}: trained biases cannot be used here; 'none' expected")
+    init = config.get("init_lora_weights", True)
+    if init not in _PLAIN_INITS:
+        raise CheckpointError(
+            f"{path}: init_lora_weights {init!r} trains against changed base weights; convert it with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+    asked = {name: value for name, value in config.items() if value and name not in _HARMLESS | _READ}
+    if init == "eva":
+        asked.pop("eva_config", None)
+    if asked:
+        listed = ", ".join(f"{name} = {value!r}"[:100] for name, value in sorted(asked.items()))
+        raise CheckpointError(f"{path}: asks for what plain LoRA on linear layers does not cover: {listed}")
+
+
+def _read_infos(folder: Path) -> dict[str, TensorInfo]:
+    """Tensors of the file by parameter name (``<module>.lora_A``). Raises CheckpointError for keys of another kind."""
+    path = folder / WEIGHTS_FILE
+    if not path.exists() and (folder / "adapter_model.bin").exists():
+        raise CheckpointError(
+            f"{folder / 'adapter_model.bin'}: a pickle, which can run code when it is read; save it again with PEFT's "
+            f"save_pretrained(safe_serialization=True) to get {WEIGHTS_FILE}"
+        )
+    infos: dict[str, TensorInfo] = {}
+    other: list[str] = []
+    for key, info in read_header(path).tensors.items():
+        match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+\.lora_[AB])(?:\.default)?\.weight", key)
+        if match is None:
+            other.append(key)
+        elif match[1] in infos:
+            raise CheckpointError(f"{path}: {key!r} and another key hold the same weight")
+        else:
+            infos[match[1]] = info
+    if copies := [key for key in other if re.search(r"(embed_tokens|lm_head)(\.base_layer)?\.weight$", key)]:
+        raise CheckpointError(
+            f"{path}: holds copies of base weights ({shorten(copies)}); save it again with PEFT's "
+            "save_pretrained(save_embedding_layers=False)"
+        )
+    if embeddings := [key for key in other if "lora_embedding_" in key]:
+        raise CheckpointError(f"{path}: LoRA on embeddings is not supported: {shorten(embeddings)}")
+    if other:
+        raise CheckpointError(
+            f"{path}: {len(other)} tensors are not named {_PREFIX}<module>.lora_A.weight or .lora_B.weight: "
+            f"{shorten(other)}"
+        )
+    return infos
+
+
+def _check_tensors(
+    path: Path, infos: Mapping[str, TensorInfo], config: LoraConfig, modules: Iterable[TensorSpec]
+) -> None:
+    shapes = {
+        f"{spec.module}.{part}": shape
+        for spec in modules
+        for part, shape in zip(("lora_A", "lora_B"), lora_shapes(config, spec), strict=True)
+    }
+    problems = []
+    if missing := [name for name in shapes if name not in infos]:
+        problems.append(f"{len(missing)} tensors its config calls for are missing: {shorten(missing)}")
+    if unknown := [name for name in infos if name not in shapes]:
+        problems.append(f"{len(unknown)} tensors fit no targeted module of this model: {shorten(unknown)}")
+    wrong = [
+        f"{name} {list(shapes[name])} expected, {list(info.shape)} found"
+        for name, info in infos.items()
+        if name in shapes and tuple(info.shape) != shapes[name]
+    ]
+    if wrong:
+        problems.append(f"{len(wrong)} tensors have another shape: {shorten(wrong)}")
+    if not shapes:
+        problems.append(f"target_modules in {CONFIG_FILE} match no linear layer of this model")
+    if problems:
+        raise CheckpointError(f"{path}: {'; '.join(problems)}: made for another base model, or damaged")
