@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from lema_core.budgets import parse_amount
 from lema_core.errors import ConfigError
 

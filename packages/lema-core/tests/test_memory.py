@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from lema_core import memory
 
 UNLIMITED_V1 = "9223372036854771712"

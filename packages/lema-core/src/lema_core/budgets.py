@@ -1,4 +1,4 @@
-"""Budgets as people write them: ``"auto"``, a fraction of what there is (``"0.3"``), or an amount with a unit (``"4.0GB"``)."""
+"""Budgets as people write them: ``"auto"``, a fraction of what there is (``"0.3"``), or an amount (``"4.0GB"``)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ UNITS_BYTES = {"B": 1} | {
     for power, letter in enumerate("KMGT", start=1)
     for infix, base in (("", 1000), ("I", 1024))
 }
-ALLOWED_AMOUNTS = '"auto", a fraction of what there is such as "0.3", or an amount with a unit such as "4.0GB" (B, KB, MB, GB, TB, KiB, MiB, GiB)'
+ALLOWED_AMOUNTS = (
+    '"auto", a fraction of what there is such as "0.3", or an amount with a unit such as "4.0GB" '
+    "(B, KB, MB, GB, TB, KiB, MiB, GiB)"
+)
 _AMOUNT = re.compile(r"(\d+\.?\d*|\.\d+)(?:e([+-]?\d{1,3}))?\s*([a-z]*)", re.IGNORECASE)
 
 
 def parse_amount(value: str | int | float, total_bytes: int, option: str = "budget") -> int | None:
     """Bytes of a budget, None for "auto".
 
-    A number without a unit is a fraction in (0, 1] of ``total_bytes``; units are read in any case, with or without a space.
+    A number without a unit is a fraction in (0, 1] of ``total_bytes``; units are read in any case, a space may precede.
     Raises ConfigError naming ``option``, the value and the allowed forms.
     """
     text = str(value).strip()

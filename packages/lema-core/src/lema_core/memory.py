@@ -20,7 +20,7 @@ _NO_LIMIT_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """``bytes`` this process may use, and the ``source`` of that figure in words (a cgroup file, or the free memory)."""
+    """``bytes`` this process may use, and the ``source`` of that figure in words (a cgroup file, the free memory)."""
 
     bytes: int
     source: str
@@ -28,7 +28,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class CgroupLimit:
-    """The tightest limit on this process: ``limit_bytes``, the group's present ``usage_bytes``, and the ``file`` that says so."""
+    """The tightest limit on this process, the present usage of the group that has it, and the ``file`` that says so."""
 
     limit_bytes: int
     usage_bytes: int
@@ -36,7 +36,7 @@ class CgroupLimit:
 
 
 def _read_int(path: Path) -> int | None:
-    """The integer in a cgroup file; None for "max", for a missing file (the root group has none) and for an unreadable one."""
+    """The integer in a cgroup file; None for "max" and for a file that is missing (as in the root) or unreadable."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -160,7 +160,7 @@ def reset_peak_rss(proc: Path = PROC) -> bool:
 
 
 def process_memory_limit(proc: Path = PROC) -> MemoryLimit:
-    """What this process may use in all: the smaller of its cgroup's limit and the free memory plus what it holds already.
+    """What this process may use in all: the smaller of its cgroup's limit and the free memory plus what it holds.
 
     Only anonymous memory is added: file pages it has mapped are in MemAvailable already.
     """

@@ -1,0 +1,7 @@
+"""``python -m lema``."""
+
+import sys
+
+from lema.cli import main
+
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,277 @@
+"""LemaConfig: every option of a run, for the library, YAML files and the command line alike.
+
+The field's metadata is the one place that says what an option means and what it may be; ``python -m lema --help``
+prints it, and every assignment, by the constructor or later, goes through it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from lema.options import Option, amount, choice, flag, integer, names, number, only_null, path, text
+from lema_core.errors import ConfigError
+from lema_core.suggest import did_you_mean
+
+NO_QUANTIZATION = "this version stores weights as the checkpoint has them (fp32, fp16, bf16)"
+
+
+class MemoryStrategy(Enum):
+    """STREAMING: weights pass through windows of the size the budgets give. RESIDENT: everything stays, the oracle."""
+
+    STREAMING = "streaming"
+    RESIDENT = "resident"
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value.lower()):
+        raise ValueError
+    return value.lower()
+
+
+def _training_mode(value: str) -> str:
+    if value != "lora":  # an installed plugin may bring others
+        from lema_core.plugins import get_plugin_manager
+
+        methods = get_plugin_manager().training_methods()
+        if value not in methods:
+            known = ", ".join(methods) or "lora"
+            raise ConfigError(f"{value!r} is not allowed; what exists: {known}{did_you_mean(value, methods)}")
+    return value
+
+
+def _resume(value: str) -> str:
+    # YAML and OmegaConf make false a bool or the text 'False'
+    words = {"none": "none", "null": "none", "false": "none", "auto": "auto", "true": "auto"}
+    if not value.strip():
+        raise ValueError
+    return words.get(value.lower(), value)
+
+
+def _module_suffix(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"\w+(\.\w+)*", value):
+        raise ValueError
+    return value
+
+
+def _layer(value: Any) -> int | str:
+    if isinstance(value, bool):
+        raise ValueError
+    if re.fullmatch(r"\d+", str(value)):
+        return int(value)
+    if re.fullmatch(r"(first|last):[1-9]\d*", str(value).lower()):
+        return str(value).lower()
+    raise ValueError
+
+
+_MODEL, _LORA, _DATA, _OPTIM = "Model and task", "LoRA", "Data", "Optimization"
+_RUN, _MEMORY, _GENERATE = "Run, files and resuming", "Memory", "Generation"
+
+
+@dataclass(kw_only=True)
+class LemaConfig:
+    """Every option of a run. All have defaults; a value that is not allowed raises ConfigError when it is assigned."""
+
+    task: str = choice("train", _MODEL, "What to do.", ("train", "generate", "evaluate", "doctor"))
+    model_name_or_path: str | None = path(
+        None, _MODEL, "A folder in Hugging Face layout, or package:NAME for a model inside an installed package."
+    )
+    lora_path: str | None = path(
+        None,
+        _MODEL,
+        "LoRA weights to put on the model for generate and evaluate: a PEFT folder or a checkpoint of a run.",
+    )
+    device: str = text(
+        "auto",
+        _MODEL,
+        "Where to compute: auto (CUDA if there is one), cpu, cuda, cuda:N.",
+        "auto, cpu, cuda, cuda:N",
+        _device,
+    )
+    backend: str = choice(
+        "auto",
+        _MODEL,
+        "What moves and multiplies; results do not depend on it.",
+        ("auto", "python"),
+        absent={"cpp": "this version computes with plain torch; use backend=auto"},
+    )
+    num_threads: int | None = integer(None, _MODEL, "Threads to compute with; null leaves torch's choice.", 1)
+
+    training_mode: str = text("lora", _LORA, "What is trained; plugins may bring more.", "lora", _training_mode)
+    lora_rank: int = integer(16, _LORA, "Rank r of the update W + alpha / r * B A.", 1)
+    lora_alpha: float = number(
+        32.0, _LORA, "Scale of the update: alpha / r, so 2 at the defaults (PEFT's own default is 8).", 0, open_low=True
+    )
+    lora_dropout: float = number(0.0, _LORA, "Dropout on what goes into A.", 0, 1)
+    lora_target_modules: str | list[str] = names(
+        "all-linear",
+        _LORA,
+        "What gets LoRA: all-linear (as in PEFT: all but the head), or ends of module names, [q_proj,mlp.up_proj].",
+        "all-linear, or module names such as [q_proj,v_proj]",
+        _module_suffix,
+        word="all-linear",
+    )
+    use_rslora: bool = flag(False, _LORA, "Scale by alpha / sqrt(r) instead of alpha / r.")
+    trainable_layers: list[int | str] = names(
+        [],
+        _LORA,
+        "The blocks that get LoRA, by number, first:N or last:N; empty means all.",
+        "a list of layer numbers, first:N and last:N with N from 1",
+        _layer,
+    )
+
+    train_file: str | None = path(
+        None, _DATA, "Training rows, a JSONL file; demo means the small set that lema brings."
+    )
+    eval_file: str | None = path(None, _DATA, "Evaluation rows, a JSONL file.")
+    eval_split: float = number(
+        0.0, _DATA, "Share of train_file that is held out for evaluation when there is no eval_file.", 0, 1
+    )
+    max_seq_length: int = integer(1024, _DATA, "Tokens of a row; longer rows are cut.", 2)
+    batch_size: int = integer(1, _DATA, "Rows of a micro-batch.", 1)
+    gradient_accumulation_steps: int = integer(1, _DATA, "Micro-batches of an optimizer step.", 1)
+
+    learning_rate: float = number(1e-4, _OPTIM, "Largest learning rate of AdamW.", 0, open_low=True)
+    lr_schedule: str | None = choice(
+        None, _OPTIM, "How the rate goes on after warm-up; null is constant.", ("constant", "linear", "cosine")
+    )
+    warmup_steps: int = integer(0, _OPTIM, "Optimizer steps over which the rate rises linearly.", 0)
+    weight_decay: float = number(0.0, _OPTIM, "Decoupled weight decay of AdamW.", 0)
+    adam_beta1: float = number(0.9, _OPTIM, "AdamW's decay of exp_avg.", 0, 1)
+    adam_beta2: float = number(0.999, _OPTIM, "AdamW's decay of exp_avg_sq.", 0, 1)
+    adam_eps: float = number(1e-8, _OPTIM, "AdamW's epsilon.", 0, open_low=True)
+    max_grad_norm: float | None = number(
+        1.0,
+        _OPTIM,
+        "Gradients are scaled down to this norm over all trained tensors; null does not.",
+        0,
+        open_low=True,
+        null=True,
+    )
+    max_steps: int | None = integer(None, _OPTIM, "Optimizer steps in all; null means num_epochs decides.", 1)
+    num_epochs: int = integer(1, _OPTIM, "Passes over the training rows, unless max_steps is given.", 1)
+    max_nonfinite_steps: int = integer(
+        5, _OPTIM, "Skipped steps in a row, with infinite or NaN values, that end the run.", 1
+    )
+    seed: int = integer(0, _OPTIM, "Seed of LoRA's start, the order of rows, and dropout.", 0, 2**63 - 1)
+
+    output_dir: str = path("checkpoints", _RUN, "Folder for checkpoints, metrics.jsonl and summary.json.")
+    save_steps: int | None = integer(
+        500, _RUN, "Optimizer steps between checkpoints; null saves at the end only.", 1, null=True
+    )
+    save_total_limit: int | None = integer(None, _RUN, "Checkpoints to keep, the newest; null keeps all.", 1)
+    resume: str = text(
+        "none",
+        _RUN,
+        "Go on from a checkpoint: none, auto (the newest in output_dir), or its folder.",
+        "none, auto or the folder of a checkpoint",
+        _resume,
+        words=True,
+    )
+    eval_steps: int | None = integer(
+        None, _RUN, "Optimizer steps between evaluations; null evaluates at the end only.", 1
+    )
+    debug: bool = flag(False, _RUN, "Show the full traceback of an error.")
+
+    strategy: MemoryStrategy = choice(
+        MemoryStrategy.STREAMING,
+        _MEMORY,
+        "Stream weights through windows, or keep everything resident.",
+        MemoryStrategy,
+    )
+    weights_vram: str = amount(_MEMORY, "Window of weights in device memory.")
+    weights_ram: str = amount(_MEMORY, "Window of weights in RAM; on the CPU the one that is computed from.")
+    kv_vram: str = amount(_MEMORY, "Keys and values of generation in device memory.")
+    device_budget: str = amount(
+        _MEMORY, "All that lema may use of the device's memory; auto is what is free, less a reserve."
+    )
+    ram_budget: str = amount(
+        _MEMORY, "All the memory this process may use; auto is its cgroup's limit or what is free."
+    )
+    prefetch_distance: int | None = integer(
+        None, _MEMORY, "Transfers to run ahead of the compute; null lets the planner say.", 1
+    )
+    gradient_checkpointing: bool | None = flag(
+        None,
+        _MEMORY,
+        "Recompute a block's activations in the backward pass (true), keep them (false), or as memory allows (null).",
+    )
+    weights_bits: int | None = only_null(_MEMORY, "Bits of stored weights.", NO_QUANTIZATION)
+    opt_state_bits: int | None = only_null(
+        _MEMORY, "Bits of optimizer states.", "this version keeps optimizer states in fp32"
+    )
+    grad_acc_bits: int | None = only_null(
+        _MEMORY, "Bits of accumulated gradients.", "this version accumulates gradients in fp32"
+    )
+    kv_bits: int | None = only_null(
+        _MEMORY, "Bits of cached keys and values.", "this version caches them as they are computed"
+    )
+    quant_backend: str = choice(
+        "auto",
+        _MEMORY,
+        "What quantizes.",
+        ("auto",),
+        absent=dict.fromkeys(("custom", "torchao", "quanto", "bitsandbytes"), f"allowed: auto; {NO_QUANTIZATION}"),
+    )
+    target_step_time_ms: float | None = only_null(
+        _MEMORY, "Step time for a tuner to aim at.", "this version plans from the budgets alone"
+    )
+
+    prompt: str | None = text(None, _GENERATE, "What task=generate goes on from.")
+    max_new_tokens: int = integer(200, _GENERATE, "Tokens that task=generate adds at most.", 0)
+    eval_max_new_tokens: int = integer(64, _GENERATE, "Tokens that task=evaluate generates for one row at most.", 0)
+    kv_chunk_size: int = integer(8192, _GENERATE, "Tokens of keys and values kept and attended to together.", 1)
+
+    def __new__(cls, *_: Any, **given: Any) -> LemaConfig:
+        for name in given:
+            cls.option(name)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if self.max_steps is not None and self.warmup_steps > self.max_steps:
+            raise ConfigError(
+                f"warmup_steps: {self.warmup_steps} is more than max_steps {self.max_steps}; the rate is never reached"
+            )
+        if self.eval_file is not None and self.eval_split > 0:
+            raise ConfigError(
+                f"eval_split: {self.eval_split} and eval_file {self.eval_file!r} contradict; give one of them"
+            )
+        if self.eval_steps is not None and self.eval_file is None and not self.eval_split:
+            raise ConfigError(f"eval_steps: {self.eval_steps} has nothing to evaluate; give eval_file or eval_split")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, self.option(name).read(name, value))
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """Every option by name, in the order of the fields."""
+        return _options(cls)
+
+    @classmethod
+    def option(cls, name: str) -> Option:
+        """One option. Raises ConfigError with a near match for a name that does not exist."""
+        known = _options(cls)
+        if name not in known:
+            raise ConfigError(
+                f"unknown option {name!r}{did_you_mean(name, known) or '; python -m lema --help lists all'}"
+            )
+        return known[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What :meth:`from_dict` reads back, made of JSON's types only."""
+        values = {name: getattr(self, name) for name in self.options()}
+        return {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LemaConfig:
+        """A config from a mapping of option names; missing ones have their defaults."""
+        return cls(**values)
+
+
+@cache
+def _options(cls: type[LemaConfig]) -> dict[str, Option]:
+    return {field.name: field.metadata["option"] for field in fields(cls)}

@@ -1,0 +1,84 @@
+"""metrics.jsonl of a run: one JSON object per optimizer step, whole lines only, one line per step across resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lema_core.errors import ConfigError, DataError
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def refuse_earlier_run(output_dir: str | Path, resume: str) -> None:
+    """Raise ConfigError when ``output_dir`` holds an earlier run's checkpoints and this run would start among them."""
+    earlier = sorted(each.name for each in Path(output_dir).glob("checkpoint-*") if each.is_dir())
+    if earlier and resume == "none":
+        raise ConfigError(
+            f"output_dir: {Path(output_dir).absolute()} holds {len(earlier)} checkpoint(s) of an earlier run, such as "
+            f"{earlier[-1]}; go on from there with resume=auto, or give another output_dir"
+        )
+
+
+class MetricsWriter:
+    """Appends to ``output_dir/metrics.jsonl``; a line is in the file as soon as :meth:`write` returns.
+
+    ``start_step`` is the step the run goes on from: later lines, which the interrupted run wrote after its last
+    checkpoint, and a line that a crash cut are dropped. A fresh run (0) sets an earlier file aside under a number.
+    ``say`` is told of both. Raises DataError naming the line of a file that is not metrics.
+    """
+
+    def __init__(
+        self, output_dir: str | Path, start_step: int = 0, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.path = Path(output_dir).absolute() / METRICS_FILE
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            if start_step == 0:
+                self._set_aside(say)
+            else:
+                self._drop_after(start_step, say)
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Append one step. JSON has no NaN and no infinity: they are written as null."""
+        values = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in metrics.items()
+        }
+        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _set_aside(self, say: Callable[[str], None]) -> None:
+        number = 1
+        while (aside := self.path.with_name(f"metrics.{number}.jsonl")).exists():
+            number += 1
+        self.path.rename(aside)
+        say(f"{self.path.name} of an earlier run is kept as {aside}")
+
+    def _drop_after(self, start_step: int, say: Callable[[str], None]) -> None:
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept: list[str] = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                step = json.loads(line)["step"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                if number == len(lines):  # what a crash cut
+                    break
+                raise DataError(f"{self.path}:{number}: not a line of metrics; move the file away to go on") from None
+            if step <= start_step:
+                kept.append(line if line.endswith("\n") else line + "\n")
+        if len(kept) < len(lines):
+            temporary = self.path.with_suffix(".tmp")
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines(kept)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+            say(f"{self.path.name}: {len(lines) - len(kept)} line(s) after step {start_step} dropped, to be redone")

@@ -1,0 +1,156 @@
+"""LemaConfig reads every spelling into one value and refuses the rest in one line."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lema.config import LemaConfig, MemoryStrategy
+from lema_core.errors import ConfigError
+
+
+def _refusal(**options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        LemaConfig(**options)
+    message = str(caught.value)
+    assert "\n" not in message and caught.value.exit_code == 2
+    return message
+
+
+def test_every_field_has_a_default_and_says_what_it_is() -> None:
+    LemaConfig()
+    for name, option in LemaConfig.options().items():
+        assert option.help.endswith((".", "].")) and option.group and option.allowed, name
+
+
+def test_defaults_pass_their_own_checks_and_survive_json() -> None:
+    config = LemaConfig(trainable_layers=["last:2", 0], lora_target_modules="q_proj, v_proj", strategy="Resident")
+    restored = LemaConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert restored == config and restored.strategy is MemoryStrategy.RESIDENT
+    assert restored.lora_target_modules == ["q_proj", "v_proj"]
+
+
+def test_copies_are_configs() -> None:
+    config = LemaConfig(seed=3)
+    for other in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), dataclasses.replace(config)):
+        assert other == config and other is not config
+
+
+@pytest.mark.parametrize("value", ["1e-4", 1e-4, "1.0e-4", "0.0001"])
+def test_numbers_written_as_text_are_numbers(value: Any) -> None:
+    assert LemaConfig(learning_rate=value).learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_steps", 1e3, 1000),
+        ("max_steps", "12", 12),
+        ("max_steps", "null", None),
+        ("gradient_checkpointing", "True", True),
+        ("gradient_checkpointing", None, None),
+        ("debug", "false", False),
+        ("strategy", "RESIDENT", MemoryStrategy.RESIDENT),
+        ("strategy", MemoryStrategy.STREAMING, MemoryStrategy.STREAMING),
+        ("device", "CUDA:1", "cuda:1"),
+        ("resume", False, "none"),
+        ("resume", "False", "none"),
+        ("resume", None, "none"),
+        ("resume", True, "auto"),
+        ("resume", "Auto", "auto"),
+        ("resume", "runs/A/checkpoint-5", "runs/A/checkpoint-5"),
+        ("output_dir", Path("runs/first"), "runs/first"),
+        ("output_dir", 2024, "2024"),
+        ("weights_ram", 0.3, "0.3"),
+        ("weights_ram", " 4 GB ", "4 GB"),
+        ("lora_target_modules", "all-linear", "all-linear"),
+        ("lora_target_modules", ["mlp.up_proj"], ["mlp.up_proj"]),
+        ("lora_target_modules", "['q_proj', \"k_proj\"]", ["q_proj", "k_proj"]),
+        ("trainable_layers", "first:2,3", ["first:2", 3]),
+        ("trainable_layers", "[last:4]", ["last:4"]),
+        ("trainable_layers", [0, "3"], [0, 3]),
+        ("max_grad_norm", None, None),
+        ("lr_schedule", "Cosine", "cosine"),
+    ],
+)
+def test_spellings(name: str, value: Any, expected: Any) -> None:
+    result = getattr(LemaConfig(**{name: value}), name)
+    assert result == expected and type(result) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("learning_rate", "abc", "greater than 0"),
+        ("learning_rate", -1, "greater than 0"),
+        ("learning_rate", float("nan"), "greater than 0"),
+        ("learning_rate", float("inf"), "greater than 0"),
+        ("learning_rate", True, "greater than 0"),
+        ("lora_rank", 0, "from 1 up"),
+        ("lora_rank", 1.5, "from 1 up"),
+        ("save_steps", 0, "from 1 up"),
+        ("lora_dropout", 1, "to below 1"),
+        ("eval_split", 1.0, "to below 1"),
+        ("seed", -1, "from 0"),
+        ("batch_size", None, "from 1 up"),
+        ("weights_bits", 7, "fp32, fp16, bf16"),
+        ("weights_bits", 8, "fp32, fp16, bf16"),
+        ("opt_state_bits", 8, "fp32"),
+        ("kv_bits", 8, "null"),
+        ("grad_acc_bits", 8, "fp32"),
+        ("target_step_time_ms", 250, "null"),
+        ("quant_backend", "torchao", "fp32, fp16, bf16"),
+        ("backend", "cpp", "plain torch"),
+        ("training_mode", "selective_full", "lora"),
+        ("strategy", "residnt", "did you mean 'resident'?"),
+        ("task", "trian", "did you mean 'train'?"),
+        ("device", "gpu", "cuda:N"),
+        ("weights_ram", 4, 'write "4GB"'),
+        ("weights_ram", "4XB", '"4.0GB"'),
+        ("weights_ram", True, '"4.0GB"'),
+        ("trainable_layers", "last:0", "last:N"),
+        ("trainable_layers", ["-1"], "last:N"),
+        ("lora_target_modules", [], "q_proj"),
+        ("lora_target_modules", "q proj", "q_proj"),
+        ("lora_target_modules", [3], "q_proj"),
+        ("output_dir", "", "not empty"),
+        ("resume", "", "none, auto"),
+        ("debug", "maybe", "true or false"),
+    ],
+)
+def test_refusals_name_key_value_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:
+    message = _refusal(**{name: value})
+    assert message.startswith(f"{name}: ") and allowed in message
+    assert name in ("trainable_layers", "lora_target_modules") or str(value) in message
+
+
+def test_unknown_names_have_a_near_match() -> None:
+    assert _refusal(learning_rat=1e-4) == "unknown option 'learning_rat'; did you mean 'learning_rate'?"
+    assert "--help" in _refusal(zzzzz=1)
+
+
+def test_assignment_is_checked_like_the_constructor() -> None:
+    config = LemaConfig()
+    config.lora_rank = "8"  # type: ignore[assignment]
+    assert config.lora_rank == 8
+    with pytest.raises(ConfigError, match="lora_rank: -8"):
+        config.lora_rank = -8
+    with pytest.raises(ConfigError, match="did you mean 'lora_rank'"):
+        config.lora_rnk = 8  # type: ignore[attr-defined]
+    assert config.lora_rank == 8
+
+
+def test_options_that_contradict_each_other() -> None:
+    assert "warmup_steps: 20 is more than max_steps 10" in _refusal(warmup_steps=20, max_steps=10)
+    assert "contradict" in _refusal(eval_file="a.jsonl", eval_split=0.1)
+    assert "nothing to evaluate" in _refusal(eval_steps=5)
+
+
+def test_long_values_are_shown_in_part() -> None:
+    assert len(_refusal(learning_rate="x" * 1000)) < 200
