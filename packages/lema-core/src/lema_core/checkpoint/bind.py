@@ -1,8 +1,8 @@
 """Finds each tensor that a model needs among the tensors that its files hold.
 
 Files spell one model's names in several ways: with the canonical prefix (``model.layers.0...``), without it
-(``layers.0...``), or under a longer one (``model.language_model.layers.0...``). The prefix under which most of the model's
-tensors are found is the file's; two that cover the same number are an error.
+(``layers.0...``), or under a longer one (``model.language_model.layers.0...``). The prefix under which most of the
+model's tensors are found is the file's; two that cover the same number are an error.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ TRAINABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def bind_tensors(manifest: Manifest, adapter: ModelAdapter) -> dict[str, TensorInfo]:
     """Canonical name -> where the tensor is, for exactly the tensors of ``adapter``, in its order.
 
-    A tied tensor shares the info of the one it is tied to. As transformers does: when only one of the two is in the files,
-    that one serves both; when both are there and differ, they stay apart, with a warning.
+    A tied tensor shares the info of the one it is tied to. As transformers does: when only one of the two is in the
+    files, that one serves both; when both are there and differ, they stay apart, with a warning.
 
-    Warns by name of tensors that the model has no use for, except ``adapter.ignored``. Raises CheckpointError for missing
-    tensors, layers that the config does not have, other shapes than the config implies, and dtypes that are not weights.
+    Warns by name of tensors that the model has no use for, except ``adapter.ignored``. Raises CheckpointError for
+    missing tensors, layers that the config does not have, other shapes than the config implies, and dtypes that are
+    not weights.
     """
     specs = {spec.name: spec for spec in adapter.tensors()}
     ignored = [re.compile(pattern) for pattern in adapter.ignored]
@@ -51,7 +52,7 @@ def bind_tensors(manifest: Manifest, adapter: ModelAdapter) -> dict[str, TensorI
     bound = _separate_unequal(specs, bound, in_file)
     if unknown:
         warnings.warn(
-            f"{manifest.folder}: {len(unknown)} tensors that the model does not use are left out: {shorten(unknown, 6)}",
+            f"{manifest.folder}: {len(unknown)} tensors that the model has no use for: {shorten(unknown, 6)}",
             stacklevel=2,
         )
     return {name: bound[name] for name in specs}
@@ -72,7 +73,7 @@ def _file_prefix(
     if not coverage:
         names = shorten(manifest.tensors) or "none at all"
         raise CheckpointError(
-            f"{manifest.folder}: none of the model's tensors is in its files; expected e.g. {next(iter(specs))}, found {names}"
+            f"{manifest.folder}: none of the model's tensors is here: {next(iter(specs))} expected, {names} found"
         )
     most = max(coverage.values())
     best = sorted(prefix for prefix, count in coverage.items() if count == most)
@@ -91,7 +92,7 @@ def _resolve(
     found: Mapping[str, TensorInfo],
     prefix: str,
 ) -> dict[str, TensorInfo]:
-    """Canonical name -> info, for those that are in the files. Root-level names may stand at any depth of the prefix."""
+    """Canonical name -> info, for those that are in the files. Root-level names may stand anywhere in the prefix."""
     canonical = adapter.prefixes[0]
     parts = prefix.split(".")[:-1]
     outer = ["".join(f"{part}." for part in parts[:depth]) for depth in range(len(parts) + 1)]
@@ -150,8 +151,8 @@ def _check_missing(
     layers = describe_layers(specs[name].layer for name in missing)
     in_files = {specs[name].layer for name in bound} - {None}
     raise CheckpointError(
-        f"{manifest.folder}: {len(missing)} tensors of the model are not in its files ({layers}): {shorten(missing)}; the config "
-        f"says {adapter.n_layers} layers, the files have tensors of {len(in_files)}: correct config.json or download again"
+        f"{manifest.folder}: {len(missing)} tensors of the model are not in its files ({layers}): {shorten(missing)}; "
+        f"config.json says {adapter.n_layers} layers, the files have {len(in_files)}: correct it or download again"
     )
 
 
@@ -176,19 +177,19 @@ def _check_extra_layers(
     if extra:
         raise CheckpointError(
             f"{manifest.folder}: the config says {adapter.n_layers} layers, the files have {max(extra) + 1}: "
-            f"{describe_layers(extra)} would be left out, e.g. {extra[min(extra)]}; correct the layer count in config.json"
+            f"{describe_layers(extra)} would be left out ({extra[min(extra)]} ...); correct config.json"
         )
 
 
 def _check_fits(spec: TensorSpec, info: TensorInfo) -> None:
     if info.shape != tuple(spec.shape):
         raise CheckpointError(
-            f"{info.segment.path}: tensor {info.name!r}: shape {list(spec.shape)} expected from the config, {list(info.shape)} "
-            "found; correct config.json or use the files it belongs to"
+            f"{info.segment.path}: tensor {info.name!r}: shape {list(spec.shape)} expected from the config, "
+            f"{list(info.shape)} found; correct config.json or use the files it belongs to"
         )
     if info.dtype not in TRAINABLE_DTYPES:
         names = ", ".join(DTYPE_NAMES[dtype] for dtype in TRAINABLE_DTYPES)
         raise CheckpointError(
-            f"{info.segment.path}: tensor {info.name!r}: dtype {DTYPE_NAMES[info.dtype]} found, one of {names} expected; "
+            f"{info.segment.path}: tensor {info.name!r}: dtype {DTYPE_NAMES[info.dtype]} found, {names} expected; "
             "use the model's unquantized files"
         )

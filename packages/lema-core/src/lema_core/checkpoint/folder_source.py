@@ -10,7 +10,7 @@ from lema_core.records import CheckpointSource
 
 
 def looks_like_path(ref: str) -> bool:
-    """True for what exists here, and for what can only be meant as a path: ``./x ../x ~/x /x a/b/c x.safetensors x.gguf``."""
+    """True for what exists here and for what can only be a path: ``./x ../x ~/x /x a/b/c x.safetensors x.gguf``."""
     separators = [separator for separator in (os.sep, os.altsep) if separator]
     return (
         ref.startswith((".", "~", *separators))

@@ -1,8 +1,8 @@
 """Reads and checks the header of a safetensors file (https://github.com/huggingface/safetensors#format).
 
-A file is ``<u64 little-endian N> <N bytes of JSON, space-padded> <data>``. The JSON maps a name to ``dtype``, ``shape`` and
-``data_offsets`` (begin, end; counted from the first data byte), and may hold ``__metadata__``, a map of strings. The data
-is indexed without overlap and without holes and ends where the file does.
+A file is ``<u64 little-endian N> <N bytes of JSON, space-padded> <data>``. The JSON maps a name to ``dtype``, ``shape``
+and ``data_offsets`` (begin, end; counted from the first data byte), and may hold ``__metadata__``, a map of strings.
+The data is indexed without overlap and without holes and ends where the file does.
 
 Everything is checked here, once, so that nothing later can read outside a file. A length is compared with the file's
 size before anything of that length is allocated.
@@ -25,7 +25,7 @@ from lema_core.errors import CheckpointError
 
 #: the format's own limit on the JSON part
 MAX_HEADER_BYTES = 100_000_000
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -55,7 +55,7 @@ _AGAIN = "the file is damaged or its download was cut: download it again"
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """The checked header of one file: ``tensors`` by name in file order of the JSON, and ``__metadata__`` ({} when absent)."""
+    """The checked header of one file: ``tensors`` by name, and ``__metadata__``, {} when absent."""
 
     path: Path
     tensors: dict[str, TensorInfo]
@@ -67,7 +67,7 @@ def read_header(path: Path) -> SafetensorsHeader:
     raw, file_bytes = _read_raw(path)
     entries = _parse_json(path, raw)
     metadata = _check_metadata(path, entries.pop("__metadata__", {}))
-    data_start = _LENGTH_BYTES + len(raw)
+    data_start = LENGTH_BYTES + len(raw)
     tensors = {name: _check_entry(path, name, entry, data_start) for name, entry in entries.items()}
     _check_coverage(path, tensors, data_start, file_bytes)
     return SafetensorsHeader(path, tensors, metadata)
@@ -81,22 +81,21 @@ def _read_raw(path: Path) -> tuple[bytes, int]:
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path}: not a regular file")
             file_bytes = status.st_size
-            prefix = file.read(_LENGTH_BYTES)
-            if len(prefix) < _LENGTH_BYTES:
+            prefix = file.read(LENGTH_BYTES)
+            if len(prefix) < LENGTH_BYTES:
                 raise CheckpointError(
-                    f"{path}: expected at least {_LENGTH_BYTES} bytes of header length, found {len(prefix)}; {_AGAIN}"
+                    f"{path}: expected at least {LENGTH_BYTES} bytes of header length, found {len(prefix)}; {_AGAIN}"
                 )
             if prefix == b"version ":
                 raise CheckpointError(f"{path}: a Git LFS pointer, not the weights; fetch them with 'git lfs pull'")
             header_bytes = int.from_bytes(prefix, "little")
             if header_bytes > MAX_HEADER_BYTES:
                 raise CheckpointError(
-                    f"{path}: header length of {header_bytes} bytes is over the format's limit of {MAX_HEADER_BYTES}; {_AGAIN}"
+                    f"{path}: header of at most {MAX_HEADER_BYTES} bytes expected, {header_bytes} found; {_AGAIN}"
                 )
-            if _LENGTH_BYTES + header_bytes > file_bytes:
+            if LENGTH_BYTES + header_bytes > file_bytes:
                 raise CheckpointError(
-                    f"{path}: header needs {_LENGTH_BYTES + header_bytes} bytes expected, file has {file_bytes} bytes found; "
-                    f"{_AGAIN}"
+                    f"{path}: {LENGTH_BYTES + header_bytes} bytes of header expected, {file_bytes} found; {_AGAIN}"
                 )
             raw = file.read(header_bytes)
     except OSError as error:
@@ -152,7 +151,7 @@ def _check_entry(path: Path, name: str, entry: object, data_start: int) -> Tenso
     expected_bytes = prod(shape) * dtype.itemsize
     if end - begin != expected_bytes:
         raise CheckpointError(
-            f"{where}: {dtype_name} of shape {shape} is {expected_bytes} bytes expected, {end - begin} bytes found; {_AGAIN}"
+            f"{where}: {expected_bytes} bytes expected for {dtype_name} {shape}, {end - begin} found; {_AGAIN}"
         )
     return TensorInfo(name, dtype, tuple(shape), Segment(path, data_start + begin, expected_bytes))
 
@@ -165,10 +164,8 @@ def _check_coverage(path: Path, tensors: dict[str, TensorInfo], data_start: int,
         if offset != position:
             what = "overlaps" if offset < position else "leaves a hole after"
             raise CheckpointError(
-                f"{path}: tensor {info.name!r} {what} {previous}: start at byte {position} expected, {offset} found; {_AGAIN}"
+                f"{path}: tensor {info.name!r} {what} {previous}: byte {position} expected, {offset} found; {_AGAIN}"
             )
         position, previous = offset + info.segment.nbytes, f"tensor {info.name!r}"
     if position != file_bytes:
-        raise CheckpointError(
-            f"{path}: {position} bytes expected, {file_bytes} bytes found, ending in {previous}; {_AGAIN}"
-        )
+        raise CheckpointError(f"{path}: {position} bytes expected, {file_bytes} bytes found; {_AGAIN}")

@@ -61,8 +61,8 @@ def read_manifest(folder: Path) -> Manifest:
         stray = folder / SINGLE_NAME
         if stray.is_file() and all(info.segment.path != stray for info in tensors.values()):
             warnings.warn(
-                f"{folder}: {SINGLE_NAME} is not read, as {INDEX_NAME} does not name it; transformers would read it alone: "
-                "remove one of the two sets of weights",
+                f"{folder}: {SINGLE_NAME} is not read, as {INDEX_NAME} does not name it; transformers would read it "
+                "alone: remove one of the two sets of weights",
                 stacklevel=2,
             )
         return Manifest(folder, tensors)
@@ -90,7 +90,7 @@ def check_folder(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of ``folder`` (with an index: the index). Raises CheckpointError when it holds none that can be read."""
+    """The weight files of ``folder`` (the index, when it has one). Raises CheckpointError when there are none."""
     check_folder(folder)
     index = folder / INDEX_NAME
     if index.is_file():
@@ -101,7 +101,7 @@ def weight_files(folder: Path) -> list[Path]:
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     if pickled:
         raise CheckpointError(
-            f"{folder}: only pickled weights ({shorten(pickled, 2)}), which are not read, as loading a pickle runs code; "
+            f"{folder}: only pickled weights ({shorten(pickled, 2)}), not read as a pickle runs code; "
             "convert once with transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     raise CheckpointError(

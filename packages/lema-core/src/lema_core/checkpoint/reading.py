@@ -23,7 +23,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def read_tensor(info: TensorInfo) -> Tensor:
-    """Read ``info``'s data into a fresh CPU tensor of its dtype and shape. Raises CheckpointError when the file fails."""
+    """Read ``info``'s data into a fresh CPU tensor. Raises CheckpointError when the file cannot give all of it."""
     tensor = torch.empty(info.shape, dtype=info.dtype)
     _read_into(info, 0, tensor)
     return tensor

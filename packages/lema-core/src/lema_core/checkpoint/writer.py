@@ -1,7 +1,7 @@
 """Writes a safetensors file tensor by tensor, holding one tensor at a time.
 
-The layout follows from dtypes and shapes alone, so the header is written first and the data streams behind it. The header
-is padded with spaces, as the format allows, so that data starts at a multiple of 4096 bytes: a direct read needs no copy.
+The layout follows from dtypes and shapes alone, so the header is written first and the data streams behind it. The
+header is padded with spaces, as the format allows, so that data starts at a multiple of 4096 bytes, for direct reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lema_core.checkpoint.header import _LENGTH_BYTES, DTYPE_NAMES, MAX_HEADER_BYTES
+from lema_core.checkpoint.header import DTYPE_NAMES, LENGTH_BYTES, MAX_HEADER_BYTES
 from lema_core.checkpoint.reading import tensor_bytes
 from lema_core.errors import CheckpointError
 
@@ -24,7 +24,7 @@ from lema_core.errors import CheckpointError
 ALIGNMENT_BYTES = 4096
 
 #: name, dtype, shape, and what returns the tensor when its turn comes
-TensorToWrite: TypeAlias = "tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor]]"
+TensorToWrite: TypeAlias = tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor]]
 
 
 def write_safetensors(
@@ -32,9 +32,9 @@ def write_safetensors(
 ) -> None:
     """Write ``tensors`` to ``path`` in the order given; each is asked for once, when it is written, and let go.
 
-    ``metadata`` is added to ``{"format": "pt"}``, which other readers look for. The file appears under its name only when
-    it is complete (``fsync``: and on the disk). Raises CheckpointError when a tensor differs from its declared dtype or
-    shape, when a name comes twice, or when the disk refuses.
+    ``metadata`` is added to ``{"format": "pt"}``, which other readers look for. The file appears under its name only
+    when it is complete (``fsync``: and on the disk). Raises CheckpointError when a tensor differs from its declared
+    dtype or shape, when a name comes twice, or when the disk refuses.
     """
     listed = list(tensors)
     header = _header_bytes(path, listed, {"format": "pt", **(metadata or {})})
@@ -46,7 +46,8 @@ def write_safetensors(
                 tensor = get().detach()
                 if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
                     raise CheckpointError(
-                        f"{path}: tensor {name!r}: {dtype} {list(shape)} expected, {tensor.dtype} {list(tensor.shape)} found"
+                        f"{path}: tensor {name!r}: {dtype} {list(shape)} expected, "
+                        f"{tensor.dtype} {list(tensor.shape)} found"
                     )
                 tensor = tensor.cpu().contiguous()
                 _write_all(file.write, tensor_bytes(tensor))
@@ -69,10 +70,10 @@ def _header_bytes(path: Path, tensors: list[TensorToWrite], metadata: Mapping[st
         entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
+    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(f"{path}: header of {len(text)} bytes is over the format's limit of {MAX_HEADER_BYTES}")
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _write_all(write: Callable[[memoryview], int | None], view: memoryview) -> None:
