@@ -127,7 +127,8 @@ def test_values_that_cannot_be(override: str, said: str) -> None:
 def test_a_file_of_the_user_lies_between_groups_and_command_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(
-        "model: smollm2_135m\nrecipe: lora\nlearning_rate: 1e-4\nmax_steps: 7\nlora_alpha: '8'\noutput_dir: ${oc.env:HOME}/x\n"
+        "model: smollm2_135m\nrecipe: lora\nlearning_rate: 1e-4\nmax_steps: 7\nlora_alpha: '8'\n"
+        "output_dir: ${oc.env:HOME}/x\n"
     )
     config = compose(["max_steps=19"], file)
     assert (config.learning_rate, config.max_steps, config.lora_alpha, config.lr_schedule) == (1e-4, 19, 8.0, "cosine")
@@ -203,7 +204,8 @@ def test_a_misspelt_key_in_a_plugins_file(plugin_package: Path) -> None:
     (plugin_package / "model/tiny.yaml").write_text("# @package _global_\nmodel_name_or_pat: ./tiny\n")
     message = _refusal("+model=tiny")
     assert message == (
-        f"model/tiny.yaml of {plugin_package.name}: unknown option 'model_name_or_pat'; did you mean 'model_name_or_path'?"
+        f"model/tiny.yaml of {plugin_package.name}: unknown option 'model_name_or_pat'; "
+        "did you mean 'model_name_or_path'?"
     )
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from enum import Enum
@@ -40,33 +41,36 @@ def main(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code. Never raises for what a user can do wrong."""
     debug = any(re.fullmatch(r"\+{0,2}debug=true", token, re.IGNORECASE) for token in argv)
     try:
-        return _run(argv)
+        if not argv or "--help" in argv or "-h" in argv:
+            print(help_text(shutil.get_terminal_size().columns))
+        elif "--version" in argv:
+            print(f"lema {metadata.version('lema')}")
+        else:
+            _show_warnings_in_one_line()
+            config = compose(*_split(argv))
+            debug = config.debug
+            _run(config)
     except (Exception, KeyboardInterrupt) as error:
         return report(error, debug)
+    return 0
 
 
-def _run(argv: Sequence[str]) -> int:
-    if not argv or "--help" in argv or "-h" in argv:
-        print(help_text(shutil.get_terminal_size().columns))
-        return 0
-    if "--version" in argv:
-        print(f"lema {metadata.version('lema')}")
-        return 0
-    overrides, config_file = _split(argv)
-    logging.basicConfig(format="lema: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    logging.captureWarnings(True)
-    config = compose(overrides, config_file)
+def _run(config: LemaConfig) -> None:
     if config.task == "doctor":
         from lema.doctor import print_report
 
         print_report(sys.stdout)
-        return 0
+        return
     check_complete(config)
     from lema import tasks
     from lema.display import print_summary
 
     print_summary(getattr(tasks, config.task)(config), sys.stdout)
-    return 0
+
+
+def _show_warnings_in_one_line() -> None:
+    logging.basicConfig(format="lema: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    warnings.formatwarning = lambda message, *_, **__: f"lema: WARNING: {message}\n"
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], str | None]:

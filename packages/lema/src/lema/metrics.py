@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from lema_core.errors import ConfigError, DataError
+from lema_train.checkpoint import find_checkpoints
 
 METRICS_FILE = "metrics.jsonl"
 
 
 def refuse_earlier_run(output_dir: str | Path, resume: str) -> None:
     """Raise ConfigError when ``output_dir`` holds an earlier run's checkpoints and this run would start among them."""
-    earlier = sorted(each.name for each in Path(output_dir).glob("checkpoint-*") if each.is_dir())
-    if earlier and resume == "none":
+    if resume != "none":
+        return
+    earlier = find_checkpoints(Path(output_dir))
+    if earlier:
+        steps = ", ".join(str(step) for step, _ in earlier)
         raise ConfigError(
-            f"output_dir: {Path(output_dir).absolute()} holds {len(earlier)} checkpoint(s) of an earlier run, such as "
-            f"{earlier[-1]}; go on from there with resume=auto, or give another output_dir"
+            f"output_dir: {Path(output_dir).absolute()} holds checkpoints of an earlier run (steps {steps}); "
+            "go on from there with resume=auto, or give another output_dir"
         )
 
 
@@ -69,16 +73,18 @@ class MetricsWriter:
             try:
                 step = json.loads(line)["step"]
             except (json.JSONDecodeError, KeyError, TypeError):
-                if number == len(lines):  # what a crash cut
+                if not line.endswith("\n"):  # the last one, cut by a crash
                     break
                 raise DataError(f"{self.path}:{number}: not a line of metrics; move the file away to go on") from None
             if step <= start_step:
                 kept.append(line if line.endswith("\n") else line + "\n")
-        if len(kept) < len(lines):
+        if kept != lines:
             temporary = self.path.with_suffix(".tmp")
             with temporary.open("w", encoding="utf-8") as file:
                 file.writelines(kept)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
-            say(f"{self.path.name}: {len(lines) - len(kept)} line(s) after step {start_step} dropped, to be redone")
+        dropped = len(lines) - len(kept)
+        if dropped:
+            say(f"{self.path.name}: {dropped} line(s) after step {start_step} dropped, to be redone")

