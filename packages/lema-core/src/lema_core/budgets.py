@@ -7,7 +7,7 @@ import re
 from lema_core.errors import ConfigError
 
 #: bytes per unit, keyed in upper case; KB MB GB TB are powers of ten, KiB MiB GiB TiB of two
-UNITS_BYTES = {"B": 1} | {
+UNITS_BYTES: dict[str, int] = {"B": 1} | {
     f"{letter}{infix}B": base**power
     for power, letter in enumerate("KMGT", start=1)
     for infix, base in (("", 1000), ("I", 1024))

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -158,7 +159,7 @@ def _models() -> Iterable[Row]:
 
 
 def _loadable(name: str, path: str) -> Row:
-    reason = _why_not(lambda: load_object(path))
+    reason = _why_not(partial(load_object, path))
     return Row(name, reason or path, reason is None)
 
 
@@ -175,7 +176,7 @@ def _kernels() -> Iterable[Row]:
 
     here = {"cpu", "*"} | ({"cuda"} if torch.cuda.is_available() else set())
     for kernel in get_plugin_manager().kernels():
-        reason = _why_not(lambda path=kernel.impl: load_object(path))
+        reason = _why_not(partial(load_object, kernel.impl))
         if reason is None and kernel.device_type not in here:
             reason = f"for {kernel.device_type}, which is not here"
         device = "any device" if kernel.device_type == "*" else kernel.device_type
