@@ -1,15 +1,14 @@
 """Finds each tensor that a model needs among the tensors that its files hold.
 
 Files spell one model's names in several ways: with the canonical prefix (``model.layers.0...``), without it
-(``layers.0...``), or under a longer one (``model.language_model.layers.0...``). The prefix under which most of the
-model's tensors are found is the file's; two that cover the same number are an error.
+(``layers.0...``), or under a longer one (``model.language_model.layers.0...``). Of the prefixes that the model adapter
+lists, the one under which most tensors are found is the file's; two that cover the same number are an error.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -47,7 +46,7 @@ def bind_tensors(manifest: Manifest, adapter: ModelAdapter) -> dict[str, TensorI
     bound = _share_tied(specs, in_file)
     _check_missing(manifest, adapter, specs, bound)
     _check_extra_layers(manifest, adapter, specs, prefix, unknown)
-    for name, info in {**in_file, **bound}.items():
+    for name, info in [*in_file.items(), *bound.items()]:
         _check_fits(specs[name], info)
     bound = _separate_unequal(specs, bound, in_file)
     if unknown:
@@ -63,17 +62,13 @@ def _file_prefix(
 ) -> str:
     """What stands in the files where the names have the adapter's first prefix."""
     canonical = adapter.prefixes[0]
-    stems = {name[len(canonical) :] for name in specs if name.startswith(canonical)}
-    coverage: Counter[str] = Counter()
-    for name in found:
-        parts = name.split(".")
-        for start in range(len(parts)):
-            if ".".join(parts[start:]) in stems:
-                coverage["".join(f"{part}." for part in parts[:start])] += 1
-    if not coverage:
-        names = shorten(manifest.tensors) or "none at all"
+    stems = [name[len(canonical) :] for name in specs if name.startswith(canonical)]
+    coverage = {prefix: sum(prefix + stem in found for stem in stems) for prefix in adapter.prefixes}
+    if not any(coverage.values()):
+        names = shorten(manifest.tensors) or "no tensor at all"
         raise CheckpointError(
-            f"{manifest.folder}: none of the model's tensors is here: {next(iter(specs))} expected, {names} found"
+            f"{manifest.folder}: none of the model's tensors is here: {next(iter(specs))} expected, under one of the "
+            f"prefixes {', '.join(map(repr, adapter.prefixes))}; {names} found"
         )
     most = max(coverage.values())
     best = sorted(prefix for prefix, count in coverage.items() if count == most)

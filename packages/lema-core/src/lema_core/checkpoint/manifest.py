@@ -130,7 +130,7 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{index}: weight_map is not a map of tensor names to file names; download it again")
     shards: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        if Path(file).name != file or "\\" in file:
+        if not file or Path(file).name != file or "\\" in file:
             raise CheckpointError(
                 f"{index}: tensor {name!r} is mapped to {file!r}; a file name in the same folder expected"
             )

@@ -51,6 +51,7 @@ def write_safetensors(
                     )
                 tensor = tensor.cpu().contiguous()
                 _write_all(file.write, tensor_bytes(tensor))
+                del tensor  # before the next one is asked for
             if fsync:
                 os.fsync(file.fileno())
         os.replace(partial, path)
