@@ -152,7 +152,7 @@ def rotate(newest: Path, keep: int | None) -> list[Path]:
         return []
     if keep < 1:
         raise ConfigError(f"save_total_limit: a whole number from 1 on, or none, expected, {keep!r} found")
-    verify(newest, hashes=False)
+    verify(newest)
     own_step = int(newest.name.rpartition("-")[2])
     older = [path for step, path in find_checkpoints(newest.parent) if step < own_step and _looks_complete(path)]
     doomed = older[: max(0, len(older) - (keep - 1))]

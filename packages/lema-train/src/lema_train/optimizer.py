@@ -114,9 +114,8 @@ class AdamW:
             number = numbers.stop
         return {"state": state, "param_groups": groups}
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the states (copied into the existing tensors) and the options of ``state_dict``.
+        """Take over the states of ``state_dict``, the tensors themselves where dtype and device allow, and its options.
 
         Raises CheckpointError for a missing state or another shape; then nothing has changed.
         """
@@ -125,8 +124,11 @@ class AdamW:
         for index, param in enumerate(params):
             for key, own in self.state[param].items():
                 value = loaded.get(index, {}).get(key)
-                if value is None:
-                    raise CheckpointError(f"optimizer state: {key!r} of parameter {index} expected, none found")
+                if not isinstance(value, Tensor):
+                    found = "none" if value is None else f"a {type(value).__name__}"
+                    raise CheckpointError(
+                        f"optimizer state: {key!r} of parameter {index}: a tensor expected, {found} found"
+                    )
                 if tuple(value.shape) != tuple(own.shape):
                     raise CheckpointError(
                         f"optimizer state: {key!r} of parameter {index}: "
@@ -136,7 +138,7 @@ class AdamW:
                 raise CheckpointError(f"optimizer state: parameter {index} has {', '.join(unknown)}, which AdamW lacks")
         for index, param in enumerate(params):
             for key, own in self.state[param].items():
-                own.copy_(loaded[index][key])
+                self.state[param][key] = loaded[index][key].to(device=own.device, dtype=own.dtype)
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
 

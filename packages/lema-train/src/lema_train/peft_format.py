@@ -31,7 +31,7 @@ _PREFIX = "base_model.model."
 
 #: fields that describe the file or cannot change what plain LoRA on linear layers computes
 _HARMLESS = {
-    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",
+    "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode",
     "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
 _READ = {
