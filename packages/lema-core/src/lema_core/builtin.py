@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from lema_core.checkpoint.folder_source import FOLDER_SOURCE
 from lema_core.hookspecs import hookimpl
 from lema_core.records import CheckpointSource, Kernel
+from lema_core.store.budget import BudgetPlan, BudgetRequest, plan_budget
 
 
 @hookimpl
@@ -26,3 +27,9 @@ def lema_kernels() -> Iterable[Kernel]:
         priority=0,
         unsupported=lambda request: [],
     )
+
+
+@hookimpl(trylast=True)
+def lema_plan_budget(request: BudgetRequest) -> BudgetPlan:
+    """Give the weights all that is left beside a step."""
+    return plan_budget(request)

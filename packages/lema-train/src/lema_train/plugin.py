@@ -10,4 +10,4 @@ from lema_core.records import TrainingMethod
 
 @hookimpl
 def lema_training_methods() -> Iterable[TrainingMethod]:
-    yield TrainingMethod("lora", method="lema_train.lora:LoraWeights")
+    yield TrainingMethod("lora", method="lema_train.method:LoraMethod")

@@ -18,7 +18,7 @@ class TrainerState:
 
     ``step`` counts steps attempted; ``skipped_steps`` of them were left out because a loss or gradient was not
     finite, the last ``non_finite_in_a_row`` in a row. ``epoch`` counts epochs begun before this one,
-    ``rows_in_epoch`` the rows of this epoch already consumed. ``base_learning_rate``, ``lr_schedule``,
+    ``step_in_epoch`` the optimizer steps of this epoch already done. ``base_learning_rate``, ``lr_schedule``,
     ``warmup_steps`` and ``total_steps`` record the schedule that was running, ``optimizer`` the class name of the
     optimizer. ``rng`` holds generator states where a run has any; ``config`` the options of the run. Both are plain
     JSON values.
@@ -27,7 +27,7 @@ class TrainerState:
     step: int
     total_steps: int
     epoch: int
-    rows_in_epoch: int
+    step_in_epoch: int
     seed: int
     base_learning_rate: float
     lr_schedule: str

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
@@ -20,3 +21,8 @@ class LowRankUpdate:
     lora_B: Tensor
     scale: float
     dropout: float
+
+    def on_meta(self) -> LowRankUpdate:
+        """The same shapes without numbers, for a step that is only traced."""
+        a, b = (torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in (self.lora_A, self.lora_B))
+        return replace(self, lora_A=a, lora_B=b)

@@ -223,7 +223,7 @@ class ModelRunner:
                 self._ops.kernel,
                 torch.device("meta"),
                 self.dtype,
-                {name: _on_meta(update) for name, update in self._ops.updates.items()},
+                {name: update.on_meta() for name, update in self._ops.updates.items()},
                 self._ops.biased,
             )
             compute(ops, [_batch_on_meta(batch) for batch in batches])
@@ -234,8 +234,3 @@ class ModelRunner:
 def _batch_on_meta(batch: TokenBatch) -> TokenBatch:
     """The ids' shape without their numbers; labels stay, since where the targets are decides what is computed."""
     return replace(batch, input_ids=torch.empty_like(batch.input_ids, device="meta"))
-
-
-def _on_meta(update: LowRankUpdate) -> LowRankUpdate:
-    a, b = (torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in (update.lora_A, update.lora_B))
-    return replace(update, lora_A=a, lora_B=b)

@@ -136,10 +136,17 @@ class TransferEngine:
             if run.loaded <= load:
                 raise run.error
             if self.far is not None:
-                started = time.perf_counter()
-                self._device.compute_wait(run.copies[load])
-                self.wait_s += time.perf_counter() - started
+                self._await_copy(run, load)
         return run.plan.near.slot_at[position]
+
+    def _await_copy(self, run: _Run, load: int) -> None:
+        started = time.perf_counter()
+        try:
+            self._device.compute_wait(run.copies[load])
+        except BaseException:
+            self.near.begin_fill(run.plan.near.loads[load].slot)
+            raise
+        self.wait_s += time.perf_counter() - started
 
     def release(self, position: int) -> None:
         """Access ``position`` is over; its slot may be overwritten when the plan says so."""

@@ -67,9 +67,15 @@ class StreamedModel:
         most = max((info.shape[0] for info in self.embeddings.values()), default=0)
         return min(most, max(_MIN_ROWS, _ROWS_BYTES // max(1, self.row_bytes)))
 
-    def smallest_bytes(self, device_shares_ram: bool) -> int:
-        """The least that ``ram`` (and likewise ``device``) must be given."""
+    @property
+    def smallest_bytes(self) -> int:
+        """The least a window can be: one granule and a few rows."""
         return self.layout.slot_bytes + min(_MIN_ROWS, self.default_rows()) * self.row_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """A window that holds everything."""
+        return self.layout.total_bytes + self.default_rows() * self.row_bytes
 
     def sizes(self, ram_bytes: int | None, device_bytes: int | None, device_shares_ram: bool) -> WindowSizes:
         """Slots for budgets in bytes (None: everything). Raises BudgetError when not even one granule fits."""
@@ -77,13 +83,13 @@ class StreamedModel:
         slot_bytes = self.layout.slot_bytes
         rows = self.default_rows()
         if ram_bytes is not None:
-            rows = max(min(_MIN_ROWS, rows), min(rows, ram_bytes // 8 // max(1, self.row_bytes)))
-            needed = slot_bytes + rows * self.row_bytes
-            if ram_bytes < needed:
+            if ram_bytes < self.smallest_bytes:
                 raise BudgetError(
-                    f"weights_ram gives {ram_bytes:,} bytes; the smallest window needs {needed:,} "
-                    f"(one granule of {slot_bytes:,} and {rows} embedding rows); raise weights_ram"
+                    f"weights_ram gives {ram_bytes:,} bytes; the smallest window needs {self.smallest_bytes:,} "
+                    f"(one granule of {slot_bytes:,} and a few embedding rows); raise weights_ram"
                 )
+            beside = max(ram_bytes // 8, ram_bytes - n * slot_bytes)
+            rows = max(min(_MIN_ROWS, rows), min(rows, min(beside, ram_bytes - slot_bytes) // max(1, self.row_bytes)))
         ram_slots = n if ram_bytes is None else min(n, (ram_bytes - rows * self.row_bytes) // slot_bytes)
         if device_shares_ram:
             return WindowSizes(ram_slots, 0, rows)

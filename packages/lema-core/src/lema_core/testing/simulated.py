@@ -1,0 +1,137 @@
+"""A simulated accelerator: the asynchronous device, on a machine that has none.
+
+It has memory of its own with a limit, a copy engine on a thread with a set bandwidth and latency, compute that is still reading for a
+while after it was queued, and slots that turn to NaN the moment their content is given up. What would be a rare race on a
+real device is an error here.
+"""
+
+from __future__ import annotations
+
+import time
+from queue import SimpleQueue
+from threading import Event as Flag
+from threading import Lock, Thread
+
+import torch
+from torch import Tensor
+
+from lema_core.device import map_ram
+from lema_core.errors import BudgetError
+
+_POISON = 0xFF  # every byte 0xFF is NaN in fp32, fp16 and bf16
+
+
+class _CopyEvent:
+    def __init__(self) -> None:
+        self.done = Flag()
+        self.error: BaseException | None = None
+
+
+class _ComputeEvent:
+    """Compute queued before it is over at ``due``."""
+
+    def __init__(self, due: float) -> None:
+        self.due = due
+
+    def wait(self) -> None:
+        while (left := self.due - time.perf_counter()) > 0:
+            time.sleep(left)
+
+
+class SimulatedAccelerator:
+    """Device whose compute is this CPU's; ``bytes_per_s`` None copies as fast as it can.
+
+    ``fail_at_copy``: the number of a copy (from 0) that raises ``RuntimeError``, for tests of error propagation.
+    """
+
+    shares_ram = False
+    torch_device = torch.device("cpu")
+
+    def __init__(
+        self,
+        capacity_bytes: int = 1 << 40,
+        bytes_per_s: float | None = None,
+        latency_s: float = 0.0,
+        compute_lag_s: float = 0.0,
+        fail_at_copy: int | None = None,
+    ) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._allocated_bytes = 0
+        self._bytes_per_s = bytes_per_s
+        self._latency_s = latency_s
+        self._compute_lag_s = compute_lag_s
+        self._fail_at_copy = fail_at_copy
+        self._reading: dict[int, _ComputeEvent] = {}
+        self._lock = Lock()
+        self._queue: SimpleQueue = SimpleQueue()
+        self._engine = Thread(target=self._run, name="simulated-copy-engine", daemon=True)
+        self._engine.start()
+        self.copies = 0
+        self.overwrites_while_read = 0
+
+    def compute_dtype(self, storage: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def allocate(self, nbytes: int) -> Tensor:
+        if self._allocated_bytes + nbytes > self._capacity_bytes:
+            raise BudgetError(f"the device has {self._capacity_bytes - self._allocated_bytes:,} bytes left, {nbytes:,} are needed")
+        self._allocated_bytes += nbytes
+        return map_ram(nbytes).fill_(_POISON)
+
+    def allocate_ram(self, nbytes: int) -> Tensor:
+        return map_ram(nbytes)
+
+    def copy(self, target: Tensor, source: Tensor, after: _ComputeEvent | None) -> _CopyEvent:
+        event = _CopyEvent()
+        self._queue.put((event, target, source, after))
+        return event
+
+    def record(self) -> _ComputeEvent:
+        return _ComputeEvent(time.perf_counter() + self._compute_lag_s)
+
+    def compute_wait(self, event: _CopyEvent) -> None:
+        event.done.wait()
+        if event.error is not None:
+            raise event.error
+
+    def host_wait(self, event: _CopyEvent) -> None:
+        event.done.wait()
+
+    def discard(self, slot: Tensor, after: _ComputeEvent) -> None:
+        with self._lock:
+            self._reading[slot.data_ptr()] = after
+        self._queue.put((None, slot, None, after))
+
+    def free_bytes(self) -> int | None:
+        return self._capacity_bytes - self._allocated_bytes
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._engine.join()
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            event, target, source, after = job
+            if after is not None:
+                after.wait()
+            if source is None:
+                target.fill_(_POISON)
+                continue
+            try:
+                self._copy(target, source)
+            except RuntimeError as error:
+                event.error = error
+            event.done.set()
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        with self._lock:
+            reading = self._reading.pop(target.data_ptr(), None)
+        if reading is not None and reading.due > time.perf_counter():
+            self.overwrites_while_read += 1
+        number, self.copies = self.copies, self.copies + 1
+        if number == self._fail_at_copy:
+            raise RuntimeError(f"simulated accelerator: copy {number} failed")
+        duration = self._latency_s + (target.numel() / self._bytes_per_s if self._bytes_per_s else 0.0)
+        if duration:
+            time.sleep(duration)
+        target.copy_(source)

@@ -1,0 +1,1 @@
+"""Model adapters in plain torch, registered through the ``lema`` entry-point group."""

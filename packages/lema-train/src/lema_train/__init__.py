@@ -1,0 +1,1 @@
+"""Training over streamed weights: LoRA, AdamW, schedules, checkpoints and data."""

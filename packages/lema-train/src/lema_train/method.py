@@ -1,0 +1,48 @@
+"""LoRA as a training method: what ``training_mode=lora`` makes and loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lema_core.adapter import ModelAdapter
+from lema_train.lora import LoraConfig, LoraWeights
+from lema_train.peft_format import load_peft
+from lema_train.selection import Selection, select_modules
+
+
+class LoraOptions(Protocol):
+    """The options of a run that this method reads."""
+
+    lora_rank: int
+    lora_alpha: float
+    lora_dropout: float
+    lora_target_modules: str | list[str]
+    use_rslora: bool
+    trainable_layers: list[int | str]
+    seed: int
+
+
+class LoraMethod:
+    """Named by the ``lora`` TrainingMethod record."""
+
+    @staticmethod
+    def create(adapter: ModelAdapter, options: LoraOptions, device: torch.device) -> tuple[LoraWeights, Selection]:
+        """New LoRA weights where ``options`` say, and what was selected. Raises ConfigError for targets that match nothing."""
+        selection = select_modules(adapter, options.lora_target_modules, options.trainable_layers)
+        config = LoraConfig(
+            rank=options.lora_rank,
+            alpha=options.lora_alpha,
+            dropout=options.lora_dropout,
+            target_modules=options.lora_target_modules,
+            use_rslora=options.use_rslora,
+            layers=options.trainable_layers or None,
+        )
+        return LoraWeights(config, selection.modules, seed=options.seed, device=device), selection
+
+    @staticmethod
+    def load(folder: Path, adapter: ModelAdapter, device: torch.device) -> LoraWeights:
+        """LoRA weights from a PEFT folder or a checkpoint. Raises CheckpointError when they do not fit ``adapter``."""
+        return load_peft(folder, adapter, device=device)

@@ -1,0 +1,313 @@
+"""LemaModel: one model over streamed weights, as a library user meets it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lema.config import LemaConfig, MemoryStrategy
+from lema_core.budgets import parse_amount
+from lema_core.checkpoint import bind_tensors, read_generation_config, read_hf_config, read_manifest
+from lema_core.device import Device, open_device
+from lema_core.errors import CheckpointError, ConfigError
+from lema_core.memory import process_memory_limit, rss_bytes
+from lema_core.plugins import get_plugin_manager
+from lema_core.records import load_object
+from lema_core.runtime.batch import TokenBatch
+from lema_core.runtime.footprint import activation_bytes
+from lema_core.runtime.generation import generate_greedy
+from lema_core.runtime.runner import ModelRunner
+from lema_core.store.budget import BudgetPlan, BudgetRequest
+from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE, StoreStats, TensorStore, cut_model
+from lema_train.atomic import atomic_folder
+from lema_train.checkpoint import STATE_FILE
+from lema_train.data import Tokenizer
+from lema_train.lora import LoraWeights
+from lema_train.optimizer import AdamW, Optimizer
+from lema_train.peft_format import peft_bytes, read_peft_config, save_peft
+from lema_train.trainer import Trainer, TrainerOptions
+
+#: bytes a trained number takes beside itself: its gradient and two moments
+_TRAINED_NUMBER_BYTES = 12
+
+
+class LemaModel:
+    """A causal language model whose weights stream through windows. Use as a context manager, or call :meth:`close`.
+
+    Nothing is loaded before the first computation; files and options are checked here. Raises ConfigError, CheckpointError.
+    ``device`` replaces the one that ``config.device`` names, for devices that plugins and tests bring.
+    """
+
+    def __init__(self, config: LemaConfig, device: Device | None = None) -> None:
+        if config.model_name_or_path is None:
+            raise ConfigError("model_name_or_path: give a folder in Hugging Face layout, or package:NAME")
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.config = config
+        plugins = get_plugin_manager()
+        self.folder = plugins.locate_checkpoint(config.model_name_or_path)
+        hf_config = read_hf_config(self.folder)
+        architecture = plugins.match_architecture(hf_config)
+        self.adapter = load_object(architecture.adapter).from_hf_config(hf_config)
+        bound = bind_tensors(read_manifest(self.folder), self.adapter)
+        self._model = cut_model(self.adapter, bound)
+        self._hf_config = hf_config
+        self._device = device if device is not None else open_device(config.device)
+        self._method = load_object(plugins.training_method(config.training_mode).method)
+        self.lora: LoraWeights | None = None
+        self.budget: BudgetPlan | None = None
+        self._runner: ModelRunner | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._longest = config.max_seq_length
+
+    # -- LoRA weights
+
+    def initialize_lora(self) -> str:
+        """Make new LoRA weights as the config says; returns what was selected, in one line."""
+        self._require_no_runner()
+        self.lora, selection = self._method.create(self.adapter, self.config, self._device.torch_device)
+        return selection.describe()
+
+    def load_lora(self, path: str | Path) -> None:
+        """Put the LoRA weights of a PEFT folder or checkpoint on the model."""
+        self._require_no_runner()
+        self.lora = self._method.load(Path(path), self.adapter, self._device.torch_device)
+
+    def get_trainable_parameters(self) -> list[Parameter]:
+        """The LoRA weights, fp32. Raises ConfigError before initialize_lora()."""
+        return list(self._require_lora().parameters().values())
+
+    def get_trainer(
+        self,
+        optimizer: Optimizer | None = None,
+        total_steps: int | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> Trainer:
+        """A trainer with ``optimizer``, which keeps its own rate unless ``lr_schedule`` is set; by default AdamW with the config's.
+
+        ``total_steps`` is the length of the schedule; default ``max_steps``.
+        """
+        c = self.config
+        lora = self._require_lora()
+        schedule = c.lr_schedule
+        if optimizer is None:
+            schedule = schedule or "constant"
+            optimizer = AdamW(
+                lora.parameters().values(), c.learning_rate, (c.adam_beta1, c.adam_beta2), c.adam_eps, c.weight_decay
+            )
+        options = TrainerOptions(
+            learning_rate=c.learning_rate,
+            lr_schedule=schedule,
+            warmup_steps=c.warmup_steps,
+            total_steps=total_steps or c.max_steps or max(1, c.warmup_steps),
+            max_grad_norm=c.max_grad_norm,
+            max_nonfinite_steps=c.max_nonfinite_steps,
+            rows_per_micro_batch=c.batch_size,
+            recompute=c.gradient_checkpointing is not False,
+            seed=c.seed,
+            base_model=c.model_name_or_path,
+            config=c.to_dict(),
+        )
+        return Trainer(self.runner, lora, optimizer, options, say)
+
+    def save_pretrained(self, path: str | Path) -> Path:
+        """Write the LoRA weights as a PEFT adapter folder; returns it. Into an existing folder the files are replaced one by one."""
+        lora, path = self._require_lora(), Path(path)
+        if path.exists():
+            save_peft(path, lora, self.adapter, self.config.model_name_or_path)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_folder(path, peft_bytes(lora)) as temporary:
+                save_peft(temporary, lora, self.adapter, self.config.model_name_or_path)
+        return path
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> LemaModel:
+        """The model that a PEFT folder or a checkpoint was trained on, with its LoRA weights. ``options`` override the run's config."""
+        path = Path(path)
+        peft_config = read_peft_config(path)
+        values: dict[str, Any] = {"model_name_or_path": peft_config.get("base_model_name_or_path")}
+        if (path / STATE_FILE).exists():
+            values |= json.loads((path / STATE_FILE).read_text(encoding="utf-8"))["config"]
+        values |= options
+        if values.get("model_name_or_path") is None:
+            raise CheckpointError(
+                f"{path}/adapter_config.json names no base model; give model_name_or_path to from_pretrained"
+            )
+        model = cls(LemaConfig.from_dict(values))
+        model.load_lora(path)
+        return model
+
+    # -- computing
+
+    def logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """fp32 [B, T, V] on the CPU for int64 ids [B, T], without dropout."""
+        batch = TokenBatch.of(input_ids, attention_mask)
+        batch.check_ids(self.adapter.vocab_size)
+        return self.runner.logits(batch)
+
+    def generate_ids(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop_ids: Sequence[int] | None = None,
+        kv_chunk_size: int | None = None,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[list[int]]:
+        """Greedy continuation of each prompt; ``stop_ids`` default to the model's own. See generate_greedy."""
+        limit = process_memory_limit().bytes if self._device.shares_ram else self._device.free_bytes()
+        return generate_greedy(
+            self.runner,
+            prompts,
+            max_new_tokens,
+            self.stop_ids if stop_ids is None else stop_ids,
+            kv_chunk_size or self.config.kv_chunk_size,
+            parse_amount(self.config.kv_vram, limit, "kv_vram"),
+            on_token,
+        )
+
+    def generate_kv(
+        self,
+        prompt: str,
+        tokenizer: Any = None,
+        max_new_tokens: int = 200,
+        kv_chunk_size: int | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> str:
+        """Greedy text after ``prompt``; returns prompt and continuation. ``tokenizer`` needs encode and decode; default: the model's own.
+
+        ``on_text`` is given each new piece as it comes. An empty prompt starts from the tokenizer's BOS.
+        """
+        tokenizer = tokenizer if tokenizer is not None else self.tokenizer
+        ids = list(tokenizer.encode(prompt))
+        if not ids:
+            bos = getattr(tokenizer, "bos_token_id", getattr(tokenizer, "bos_id", None))
+            if bos is None:
+                raise ConfigError("prompt: it is empty and the tokenizer has no BOS to start from")
+            ids = [bos]
+        return prompt + self.continue_text(ids, tokenizer, max_new_tokens, kv_chunk_size, on_text)
+
+    def continue_text(
+        self,
+        ids: Sequence[int],
+        tokenizer: Any,
+        max_new_tokens: int,
+        kv_chunk_size: int | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> str:
+        """The text that follows ``ids``, without them and without special tokens."""
+        stops = set(self.stop_ids)
+        new: list[int] = []
+        shown = 0
+
+        def on_token(row: int, token: int) -> None:
+            nonlocal shown
+            if token in stops:
+                return
+            new.append(token)
+            text = tokenizer.decode(new)
+            # A replacement character at the end is the first half of a character whose other tokens are still to come.
+            if on_text is not None and not text.endswith("\ufffd"):
+                on_text(text[shown:])
+                shown = len(text)
+
+        self.generate_ids([ids], max_new_tokens, None, kv_chunk_size, on_token)
+        text = tokenizer.decode(new) if new else ""
+        if on_text is not None and shown < len(text):
+            on_text(text[shown:])
+        return text
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model's folder. Raises ConfigError when it has more ids than the model has embeddings."""
+        if self._tokenizer is None:
+            tokenizer = Tokenizer.from_folder(self.folder)
+            if tokenizer.vocab_size > self.adapter.vocab_size:
+                raise ConfigError(
+                    f"{self.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding {self.adapter.vocab_size} rows"
+                )
+            self._tokenizer = tokenizer
+        return self._tokenizer
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """End-of-sequence ids of generation_config.json and config.json."""
+        found: list[int] = []
+        for source in (read_generation_config(self.folder), self._hf_config):
+            ids = source.get("eos_token_id")
+            found += [ids] if isinstance(ids, int) else list(ids or [])
+        return sorted(set(found))
+
+    # -- memory
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Opened at first use: then the windows are sized, and nothing is read yet. Raises BudgetError when a run cannot fit."""
+        if self._runner is None:
+            updates = self.lora.updates() if self.lora is not None else {}
+            self.budget = self._plan_budget(updates)
+            sizes = self._model.sizes(self.budget.ram, self.budget.device, self._device.shares_ram)
+            distance = self.config.prefetch_distance or DEFAULT_PREFETCH_DISTANCE
+            store = TensorStore(self._model, self._device, sizes, distance)
+            kernel, _ = get_plugin_manager().choose_kernel("linear", None, self._device.torch_device.type)
+            self._runner = ModelRunner(self.adapter, self._model, store, updates, load_object(kernel.impl)())
+        return self._runner
+
+    def expect_tokens(self, longest: int) -> None:
+        """Rows will have at most so many tokens: less is set aside for activations than ``max_seq_length`` would need."""
+        self._longest = min(longest, self.config.max_seq_length)
+
+    def _plan_budget(self, updates: Mapping[str, Any]) -> BudgetPlan:
+        c, shares = self.config, self._device.shares_ram
+        limit = process_memory_limit()
+        ram_limit = parse_amount(c.ram_budget, limit.bytes, "ram_budget")
+        dtype = self._device.compute_dtype(torch.bfloat16)
+        recompute = c.gradient_checkpointing is not False
+        step = activation_bytes(self.adapter, self._model, updates, dtype, c.batch_size, self._longest, recompute)
+        step += _TRAINED_NUMBER_BYTES * (self.lora.num_parameters if self.lora is not None else 0)
+        free = None if shares else self._device.free_bytes()
+        device_limit = None if shares else parse_amount(c.device_budget, free, "device_budget")
+        request = BudgetRequest(
+            total=self._model.total_bytes,
+            smallest=self._model.smallest_bytes,
+            ram_limit=limit.bytes if ram_limit is None else min(ram_limit, limit.bytes),
+            ram_source=limit.source if ram_limit is None or ram_limit > limit.bytes else f"ram_budget={c.ram_budget}",
+            ram_held=rss_bytes(),
+            ram_step=step if shares else 0,
+            device_free=free if device_limit is None else min(device_limit, free),
+            device_step=0 if shares else step,
+            weights_ram=parse_amount(c.weights_ram, limit.bytes, "weights_ram"),
+            weights_vram=parse_amount(c.weights_vram, limit.bytes if shares else free, "weights_vram"),
+            resident=c.strategy is MemoryStrategy.RESIDENT,
+        )
+        return get_plugin_manager().hook.lema_plan_budget(request=request)
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Bytes now, peak, read and written per kind of stream, and the seconds compute waited."""
+        return self.runner.store.stats()
+
+    def close(self) -> None:
+        """Stop the threads and free the windows; safe to call twice."""
+        if self._runner is not None:
+            self._runner.store.close()
+
+    def __enter__(self) -> LemaModel:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _require_lora(self) -> LoraWeights:
+        if self.lora is None:
+            raise ConfigError("there are no LoRA weights yet: call initialize_lora(), or load_lora(path)")
+        return self.lora
+
+    def _require_no_runner(self) -> None:
+        if self._runner is not None:
+            raise ConfigError("LoRA weights are put on a model before it first computes; open the model again")
