@@ -10,7 +10,7 @@
 ``core_vs_plugins`` the core's tests again with every plugin installed
 ``wheels``          builds wheels into ``dist/`` and tries them outside the checkout
 ``gpu``             tests that need a CUDA device
-``bench``           the scripts of ``tools/bench``; ``nox -s bench -- NAME`` for one
+``bench``           the scripts ``tools/bench/bench_NAME.py``; ``nox -s bench -- NAME`` for one
 ==================  ==============================================================================================
 
 The sessions look around: a folder with a ``pyproject.toml`` under ``packages/`` or ``plugins/`` takes part by being
@@ -249,9 +249,9 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The scripts of tools/bench, one after another."""
+    """The scripts tools/bench/bench_*.py, one after another."""
     environment = everything(session)
-    scripts = {path.stem: path for path in sorted((ROOT / "tools/bench").glob("*.py"))}
+    scripts = {path.stem.removeprefix("bench_"): path for path in sorted((ROOT / "tools/bench").glob("bench_*.py"))}
     for name in session.posargs or list(scripts):
         if name not in scripts:
             session.error(f"unknown benchmark {name!r}; there are: {', '.join(scripts) or 'none'}")
