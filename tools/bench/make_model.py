@@ -1,4 +1,5 @@
-"""Write a Llama of any shape with random weights, tensor by tensor: ``python tools/bench/make_model.py OUT --layers 22 ...``.
+"""Write a Llama of any shape with random weights, tensor by tensor: ``python tools/bench/make_model.py OUT --layers 22
+...``.
 
 The defaults are the 1.1 B shape (hidden 2048, ffn 5632, 32/4 heads, vocabulary 32000) in bf16, 2.2 GB on disk.
 """

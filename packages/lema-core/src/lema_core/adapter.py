@@ -23,8 +23,9 @@ class TensorSpec:
 
     ``name`` is the canonical checkpoint name, which is also transformers' parameter path
     (``model.layers.3.self_attn.q_proj.weight``); ``module`` is that path without the last part, as in PEFT keys.
-    ``role``: ``embedding``, ``linear``, ``bias``, ``norm`` or ``head``. ``layer`` is the block's number, None outside blocks.
-    ``tied_to`` names the tensor this one shares storage with (a tied head); a tied tensor is never stored twice.
+    ``role``: ``embedding``, ``linear``, ``bias``, ``norm`` or ``head``. ``layer`` is the block's number, None outside
+    blocks. ``tied_to`` names the tensor this one shares storage with (a tied head); a tied tensor is never stored
+    twice.
     """
 
     name: str
@@ -39,7 +40,8 @@ class TensorSpec:
 
 
 class ModelAdapter(ABC):
-    """Support for one architecture (``LlamaAdapter``). Knows no streaming: every parameterised operation goes through ``ops``."""
+    """Support for one architecture (``LlamaAdapter``). Knows no streaming: every parameterised operation goes through
+    ``ops``."""
 
     #: prefixes under which the Hub's files spell the canonical names; the first is the canonical one
     prefixes: ClassVar[tuple[str, ...]] = ("model.",)

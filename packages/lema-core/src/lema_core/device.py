@@ -1,8 +1,8 @@
 """The one interface between the transfer engine and a device: allocate, copy asynchronously, event, wait.
 
-A device with ``shares_ram`` computes from RAM: slots of the RAM tier are read where a file landed and nothing is copied.
-Otherwise copies run on a queue of their own and events go both ways: compute waits for a copy, and a copy into a slot waits
-for the compute that reads it.
+A device with ``shares_ram`` computes from RAM: slots of the RAM tier are read where a file landed and nothing is
+copied. Otherwise copies run on a queue of their own and events go both ways: compute waits for a copy, and a copy into
+a slot waits for the compute that reads it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Device(Protocol):
 def map_ram(nbytes: int) -> Tensor:
     """Private anonymous memory on huge pages where the kernel has them, uint8 [nbytes], zero until written.
 
-    The alignment to a huge page also serves direct I/O. ``mmap(-1)`` without MAP_PRIVATE would be shared memory, which gets none.
+    The alignment to a huge page also serves direct I/O. ``mmap(-1)`` without MAP_PRIVATE would be shared memory, which
+    gets none.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=flags)
@@ -122,7 +123,9 @@ class CudaDevice:
 
     def __init__(self, name: str = "cuda") -> None:
         if not torch.cuda.is_available():
-            raise ConfigError(f"device={name}: torch finds no CUDA device; use device=cpu or install a CUDA build of torch")
+            raise ConfigError(
+                f"device={name}: torch finds no CUDA device; use device=cpu or install a CUDA build of torch"
+            )
         self.torch_device = torch.device(name if ":" in name else f"{name}:{torch.cuda.current_device()}")
         if self.torch_device.index >= torch.cuda.device_count():
             raise ConfigError(f"device={name}: there are {torch.cuda.device_count()} CUDA devices")
@@ -178,7 +181,8 @@ class CudaDevice:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc reuse freed activations instead of returning each to the kernel: page faults cost more than the products' edges.
+    """Let glibc reuse freed activations instead of returning each to the kernel: page faults cost more than the
+    products' edges.
 
     Other C libraries have no mallopt and keep their own policy.
     """
@@ -191,7 +195,8 @@ def _keep_freed_memory() -> None:
 
 
 def open_device(name: str) -> Device:
-    """``auto`` (cuda, else cpu), ``cpu``, ``cuda`` or ``cuda:N``. Raises ConfigError for what this machine does not have."""
+    """``auto`` (cuda, else cpu), ``cpu``, ``cuda`` or ``cuda:N``. Raises ConfigError for what this machine does not
+    have."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":

@@ -12,7 +12,8 @@ from lema_core.errors import BudgetError
 
 
 class KVCache:
-    """Grows by ``chunk_size`` tokens per layer, up to ``max_tokens``; the bytes of that are checked against ``budget_bytes`` first."""
+    """Grows by ``chunk_size`` tokens per layer, up to ``max_tokens``; the bytes of that are checked against
+    ``budget_bytes`` first."""
 
     def __init__(
         self,

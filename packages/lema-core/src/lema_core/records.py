@@ -1,4 +1,5 @@
-"""The frozen records that hooks yield. A record names code as ``"pkg.mod:Name"``; listing records imports none of it."""
+"""The frozen records that hooks yield. A record names code as ``"pkg.mod:Name"``; listing records imports none of
+it."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ class Architecture:
 class CheckpointSource:
     """A way to turn what the user named into a local folder in Hugging Face layout.
 
-    ``refuses(ref)`` returns why this source cannot serve ``ref`` or None when it can; it is fast and touches no network.
-    ``locate(ref)`` returns the folder, converting or downloading where it must. Sources are asked by falling ``priority``.
+    ``refuses(ref)`` returns why this source cannot serve ``ref`` or None when it can; it is fast and touches no
+    network. ``locate(ref)`` returns the folder, converting or downloading where it must. Sources are asked by falling
+    ``priority``.
     """
 
     name: str

@@ -1,10 +1,12 @@
 """Llama (Touvron et al. 2023, arXiv:2302.13971; grouped-query attention as in Llama 2 and 3).
 
-Shapes: B rows, T tokens, S keys, C hidden size, F feed-forward size, H heads, G key/value heads, D head size, N tokens, V vocabulary.
+Shapes: B rows, T tokens, S keys, C hidden size, F feed-forward size, H heads, G key/value heads, D head size, N tokens,
+V vocabulary.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -47,16 +49,23 @@ class LlamaConfig:
         hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
         kv_heads = hf_config.get("num_key_value_heads") or heads
         if heads % kv_heads:
-            raise ConfigError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+            raise ConfigError(
+                f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+            )
         head_dim = hf_config.get("head_dim")
         if head_dim is None:
             if hidden % heads:
                 raise ConfigError(
-                    f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and no head_dim is given"
+                    f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}, "
+                    "and no head_dim is given"
                 )
             head_dim = hidden // heads
         if head_dim % 2:
             raise ConfigError(f"config.json: head_dim={head_dim} is odd; rotary embeddings turn pairs")
+        if hf_config.get("attention_dropout"):
+            warnings.warn(
+                f"config.json: attention_dropout={hf_config['attention_dropout']} is not applied", stacklevel=2
+            )
         activation = hf_config.get("hidden_act", "silu")
         if activation != "silu":
             raise ConfigError(f"config.json: hidden_act={activation!r} is not Llama's; expected 'silu'")
@@ -151,9 +160,7 @@ class LlamaAdapter(ModelAdapter):
     def _attention(self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
         c, prefix = self.config, f"model.layers.{layer}.self_attn"
         modules = [f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
-        q, k, v = (
-            y.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for y in ops.linears(x_BTC, modules, ctx.dropout)
-        )
+        q, k, v = (y.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for y in ops.linears(x_BTC, modules, ctx.dropout))
         q_BHTD, k_BGTD, v_BGTD = rotate(q, ctx.shared["rope"]), rotate(k, ctx.shared["rope"]), v.contiguous()
         if ctx.cache is not None:
             k_BGTD, v_BGTD = ctx.cache.append(layer, k_BGTD, v_BGTD)

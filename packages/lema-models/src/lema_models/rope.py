@@ -1,4 +1,5 @@
-"""Rotary position embeddings (Su et al. 2021, "RoFormer", arXiv:2104.09864), in the half-split layout of Hugging Face files.
+"""Rotary position embeddings (Su et al. 2021, "RoFormer", arXiv:2104.09864), in the half-split layout of Hugging Face
+files.
 
 Shapes: B rows, T tokens, H heads, D head size.
 """
@@ -39,7 +40,9 @@ class RopeConfig:
         theta = float(block.get("rope_theta", hf_config.get("rope_theta") or default_theta))
         kind = block.get("rope_type", block.get("type", "default"))
         if kind not in SUPPORTED:
-            raise ConfigError(f"config.json: rope_type {kind!r} is not supported; this version has {', '.join(SUPPORTED)}")
+            raise ConfigError(
+                f"config.json: rope_type {kind!r} is not supported; this version has {', '.join(SUPPORTED)}"
+            )
         if kind == "default":
             return cls(theta)
         names = ("factor", "low_freq_factor", "high_freq_factor")

@@ -15,7 +15,8 @@ from lema_train.trainer import Trainer
 
 @dataclass
 class LoopOptions:
-    """``save_steps`` None saves at the end only; ``keep``: checkpoints that stay; ``eval_steps`` None evaluates at the end only."""
+    """``save_steps`` None saves at the end only; ``keep``: checkpoints that stay; ``eval_steps`` None evaluates at the
+    end only."""
 
     output_dir: Path
     total_steps: int

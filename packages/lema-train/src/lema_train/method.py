@@ -30,7 +30,8 @@ class LoraMethod:
 
     @staticmethod
     def create(adapter: ModelAdapter, options: LoraOptions, device: torch.device) -> tuple[LoraWeights, Selection]:
-        """New LoRA weights where ``options`` say, and what was selected. Raises ConfigError for targets that match nothing."""
+        """New LoRA weights where ``options`` say, and what was selected. Raises ConfigError for targets that match
+        nothing."""
         selection = select_modules(adapter, options.lora_target_modules, options.trainable_layers)
         config = LoraConfig(
             rank=options.lora_rank,

@@ -1,4 +1,5 @@
-"""One optimizer step after another: micro-batches, gradient accumulation, clipping, update, and the state to go on from."""
+"""One optimizer step after another: micro-batches, gradient accumulation, clipping, update, and the state to go on
+from."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from lema_train.state import TrainerState
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """How steps are made. ``lr_schedule`` None leaves a caller's optimizer its own rate; ``total_steps`` is the schedule's length.
+    """How steps are made. ``lr_schedule`` None leaves a caller's optimizer its own rate; ``total_steps`` is the
+    schedule's length.
 
     ``rows_per_micro_batch``: more rows given to a step become micro-batches. ``recompute``: see TrainPass.
     ``base_model``: the name written into adapter_config.json; ``config``: the run's options, kept with a checkpoint.
@@ -49,8 +51,8 @@ class TrainerOptions:
 class Trainer:
     """Trains LoRA weights with ``optimizer`` over a runner's streamed weights.
 
-    ``step`` counts optimizer steps attempted; one whose loss or gradients are not finite is skipped whole: no weight and no moment
-    changes, the schedule goes on.
+    ``step`` counts optimizer steps attempted; one whose loss or gradients are not finite is skipped whole: no weight
+    and no moment changes, the schedule goes on.
     """
 
     def __init__(
@@ -90,10 +92,11 @@ class Trainer:
         attention_mask: Tensor | None = None,
         return_logits: bool = True,
     ) -> tuple[Tensor | None, float]:
-        """One optimizer step on int64 [B, T] ids; returns (logits before the update, fp32 [B, T, V] on the CPU, or None, and the loss).
+        """One optimizer step on int64 [B, T] ids; returns (logits before the update, fp32 [B, T, V] on the CPU, or
+        None, and the loss).
 
-        ``labels`` are shifted here; -100 is not supervised; default: the ids themselves. Raises DataError for ids outside the
-        vocabulary, NonFiniteError after too many skipped steps in a row.
+        ``labels`` are shifted here; -100 is not supervised; default: the ids themselves. Raises DataError for ids
+        outside the vocabulary, NonFiniteError after too many skipped steps in a row.
         """
         whole = TokenBatch.of(input_ids, attention_mask, input_ids if labels is None else labels)
         rows = self.options.rows_per_micro_batch
@@ -108,7 +111,8 @@ class Trainer:
     def train_micro_batches(self, batches: Sequence[TokenBatch]) -> dict[str, Any]:
         """One optimizer step over ``batches``, their loss weighted by token; returns the step's metrics.
 
-        A micro-batch without supervised tokens counts as left out; when none has any, nothing changes and the loss is NaN.
+        A micro-batch without supervised tokens counts as left out; when none has any, nothing changes and the loss is
+        NaN.
         """
         started = time.perf_counter()
         for batch in batches:
@@ -119,7 +123,10 @@ class Trainer:
         loss, grad_norm = math.nan, 0.0
         without = sum(batch.n_targets == 0 for batch in batches)
         if without:
-            self._say(f"step {self.step + 1}: {without} of {len(batches)} micro-batches have no supervised token; they are left out")
+            self._say(
+                f"step {self.step + 1}: {without} of {len(batches)} micro-batches have no supervised token; "
+                "they are left out"
+            )
         if total_targets(batches):
             loss = self.runner.train_step(batches, self._how, self.step)
             grad_norm = self._update(loss)
@@ -137,13 +144,14 @@ class Trainer:
         }
         if self._non_finite_in_a_row >= self.options.max_nonfinite_steps:
             raise NonFiniteError(
-                f"{self._non_finite_in_a_row} steps in a row were not finite (step {self.step} is the last); no weight was changed by "
-                "them; lower learning_rate, or look at the rows of these steps"
+                f"{self._non_finite_in_a_row} steps in a row were not finite (step {self.step} is the last); "
+                "no weight was changed by them; lower learning_rate, or look at the rows of these steps"
             )
         return self.metrics
 
     def _update(self, loss: float) -> float:
-        """Clip and update, or leave everything as it was when something is not finite. Returns the norm before clipping."""
+        """Clip and update, or leave everything as it was when something is not finite. Returns the norm before
+        clipping."""
         grads = {name: p.grad for name, p in self.lora.parameters().items() if p.grad is not None}
         culprit = None if math.isfinite(loss) else "the loss"
         norm = math.nan
@@ -223,7 +231,8 @@ class Trainer:
         return path
 
     def load_checkpoint(self, path: str | Path) -> TrainerState:
-        """Go on from a checkpoint: weights, moments, step and data position. Options given now win over those of the checkpoint.
+        """Go on from a checkpoint: weights, moments, step and data position. Options given now win over those of the
+        checkpoint.
 
         Raises CheckpointError when it is incomplete or of other LoRA weights, ConfigError when the LoRA options differ.
         """
@@ -234,8 +243,9 @@ class Trainer:
         values = saved.parameters()
         if {n: p.shape for n, p in values.items()} != {n: p.shape for n, p in own.items()}:
             raise ConfigError(
-                f"{path}: its LoRA weights (rank {saved.config.rank}, {len(saved.modules)} modules) are not those asked for "
-                f"(rank {self.lora.config.rank}, {len(self.lora.modules)} modules); give the same lora_* options and layers"
+                f"{path}: its LoRA weights (rank {saved.config.rank}, {len(saved.modules)} modules) are not those "
+                f"asked for (rank {self.lora.config.rank}, {len(self.lora.modules)} modules); "
+                "give the same lora_* options and layers"
             )
         self.lora.copy_(values)
         load_optimizer_state(self.optimizer, own, tensors, state.optimizer)

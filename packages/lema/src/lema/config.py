@@ -175,6 +175,9 @@ class LemaConfig:
     eval_steps: int | None = integer(
         None, _RUN, "Optimizer steps between evaluations; null evaluates at the end only.", 1
     )
+    eval_at_start: bool = flag(
+        False, _RUN, "Evaluate before the first step too; summary.json then has figures before and after."
+    )
     debug: bool = flag(False, _RUN, "Show the full traceback of an error.")
 
     strategy: MemoryStrategy = choice(
@@ -222,6 +225,9 @@ class LemaConfig:
     )
 
     prompt: str | None = text(None, _GENERATE, "What task=generate goes on from.")
+    chat: bool | None = flag(
+        None, _GENERATE, "Take the prompt as a user's message of a chat; null: when the model has a chat template."
+    )
     max_new_tokens: int = integer(200, _GENERATE, "Tokens that task=generate adds at most.", 0)
     eval_max_new_tokens: int = integer(64, _GENERATE, "Tokens that task=evaluate generates for one row at most.", 0)
     kv_chunk_size: int = integer(8192, _GENERATE, "Tokens of keys and values kept and attended to together.", 1)

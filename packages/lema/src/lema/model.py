@@ -27,7 +27,7 @@ from lema_core.store.budget import BudgetPlan, BudgetRequest
 from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE, StoreStats, TensorStore, cut_model
 from lema_train.atomic import atomic_folder
 from lema_train.checkpoint import STATE_FILE
-from lema_train.data import Tokenizer
+from lema_train.data import TextStream, Tokenizer
 from lema_train.lora import LoraWeights
 from lema_train.optimizer import AdamW, Optimizer
 from lema_train.peft_format import peft_bytes, read_peft_config, save_peft
@@ -40,8 +40,8 @@ _TRAINED_NUMBER_BYTES = 12
 class LemaModel:
     """A causal language model whose weights stream through windows. Use as a context manager, or call :meth:`close`.
 
-    Nothing is loaded before the first computation; files and options are checked here. Raises ConfigError, CheckpointError.
-    ``device`` replaces the one that ``config.device`` names, for devices that plugins and tests bring.
+    Nothing is loaded before the first computation; files and options are checked here. Raises ConfigError,
+    CheckpointError. ``device`` replaces the one that ``config.device`` names, for devices that plugins and tests bring.
     """
 
     def __init__(self, config: LemaConfig, device: Device | None = None) -> None:
@@ -89,7 +89,8 @@ class LemaModel:
         total_steps: int | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> Trainer:
-        """A trainer with ``optimizer``, which keeps its own rate unless ``lr_schedule`` is set; by default AdamW with the config's.
+        """A trainer with ``optimizer``, which keeps its own rate unless ``lr_schedule`` is set; by default AdamW with
+        the config's.
 
         ``total_steps`` is the length of the schedule; default ``max_steps``.
         """
@@ -117,7 +118,8 @@ class LemaModel:
         return Trainer(self.runner, lora, optimizer, options, say)
 
     def save_pretrained(self, path: str | Path) -> Path:
-        """Write the LoRA weights as a PEFT adapter folder; returns it. Into an existing folder the files are replaced one by one."""
+        """Write the LoRA weights as a PEFT adapter folder; returns it. Into an existing folder the files are replaced
+        one by one."""
         lora, path = self._require_lora(), Path(path)
         if path.exists():
             save_peft(path, lora, self.adapter, self.config.model_name_or_path)
@@ -129,7 +131,8 @@ class LemaModel:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> LemaModel:
-        """The model that a PEFT folder or a checkpoint was trained on, with its LoRA weights. ``options`` override the run's config."""
+        """The model that a PEFT folder or a checkpoint was trained on, with its LoRA weights. ``options`` override the
+        run's config."""
         path = Path(path)
         peft_config = read_peft_config(path)
         values: dict[str, Any] = {"model_name_or_path": peft_config.get("base_model_name_or_path")}
@@ -180,7 +183,8 @@ class LemaModel:
         kv_chunk_size: int | None = None,
         on_text: Callable[[str], None] | None = None,
     ) -> str:
-        """Greedy text after ``prompt``; returns prompt and continuation. ``tokenizer`` needs encode and decode; default: the model's own.
+        """Greedy text after ``prompt``; returns prompt and continuation. ``tokenizer`` needs encode and decode;
+        default: the model's own.
 
         ``on_text`` is given each new piece as it comes. An empty prompt starts from the tokenizer's BOS.
         """
@@ -203,34 +207,32 @@ class LemaModel:
     ) -> str:
         """The text that follows ``ids``, without them and without special tokens."""
         stops = set(self.stop_ids)
-        new: list[int] = []
-        shown = 0
+        stream = TextStream(tokenizer)
+        pieces: list[str] = []
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            if piece and on_text is not None:
+                on_text(piece)
 
         def on_token(row: int, token: int) -> None:
-            nonlocal shown
-            if token in stops:
-                return
-            new.append(token)
-            text = tokenizer.decode(new)
-            # A replacement character at the end is the first half of a character whose other tokens are still to come.
-            if on_text is not None and not text.endswith("\ufffd"):
-                on_text(text[shown:])
-                shown = len(text)
+            if token not in stops:
+                show(stream.feed(token))
 
         self.generate_ids([ids], max_new_tokens, None, kv_chunk_size, on_token)
-        text = tokenizer.decode(new) if new else ""
-        if on_text is not None and shown < len(text):
-            on_text(text[shown:])
-        return text
+        show(stream.flush())
+        return "".join(pieces)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model's folder. Raises ConfigError when it has more ids than the model has embeddings."""
+        """The tokenizer of the model's folder. Raises ConfigError when it has more ids than the model has
+        embeddings."""
         if self._tokenizer is None:
             tokenizer = Tokenizer.from_folder(self.folder)
             if tokenizer.vocab_size > self.adapter.vocab_size:
                 raise ConfigError(
-                    f"{self.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding {self.adapter.vocab_size} rows"
+                    f"{self.folder}: the tokenizer has {tokenizer.vocab_size} ids, "
+                    f"the model's embedding {self.adapter.vocab_size} rows"
                 )
             self._tokenizer = tokenizer
         return self._tokenizer
@@ -248,7 +250,8 @@ class LemaModel:
 
     @property
     def runner(self) -> ModelRunner:
-        """Opened at first use: then the windows are sized, and nothing is read yet. Raises BudgetError when a run cannot fit."""
+        """Opened at first use: then the windows are sized, and nothing is read yet. Raises BudgetError when a run
+        cannot fit."""
         if self._runner is None:
             updates = self.lora.updates() if self.lora is not None else {}
             self.budget = self._plan_budget(updates)
@@ -260,7 +263,8 @@ class LemaModel:
         return self._runner
 
     def expect_tokens(self, longest: int) -> None:
-        """Rows will have at most so many tokens: less is set aside for activations than ``max_seq_length`` would need."""
+        """Rows will have at most so many tokens: less is set aside for activations than ``max_seq_length`` would
+        need."""
         self._longest = min(longest, self.config.max_seq_length)
 
     def _plan_budget(self, updates: Mapping[str, Any]) -> BudgetPlan:

@@ -14,7 +14,8 @@ from lema_core.kv import KVCache
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """Names a random mask: equal keys and names give equal masks, so recomputation redraws what the forward pass drew."""
+    """Names a random mask: equal keys and names give equal masks, so recomputation redraws what the forward pass
+    drew."""
 
     seed: int
     step: int

@@ -1,8 +1,9 @@
 """Products with a borrowed weight, in plain torch.
 
-Activations are kept feature-major: an [N, C] activation is the transpose of a contiguous [C, N] matrix, and ``W @ x_CN`` needs
-neither a transposed operand nor a transposed result. A weight stored in another dtype is widened a few rows at a time into one
-scratch area, so no second copy of it ever exists. Shapes: N tokens, K inputs, O outputs, R rows of one block.
+Activations are kept feature-major: an [N, C] activation is the transpose of a contiguous [C, N] matrix, and ``W @
+x_CN`` needs neither a transposed operand nor a transposed result. A weight stored in another dtype is widened a few
+rows at a time into one scratch area, so no second copy of it ever exists. Shapes: N tokens, K inputs, O outputs, R rows
+of one block.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ class LowRankUpdate:
     """``y += scale * (dropout(x) @ lora_A.T) @ lora_B.T`` beside a frozen ``y = x @ W.T``.
 
     Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), section 4.1.
-    ``lora_A`` [r, in] and ``lora_B`` [out, r] are fp32 leaves with ``requires_grad``; ``scale`` is alpha / r (alpha / sqrt(r)
-    for rank-stabilised LoRA); ``dropout`` is the probability that an element of the branch's input is zeroed in training.
+    ``lora_A`` [r, in] and ``lora_B`` [out, r] are fp32 leaves with ``requires_grad``; ``scale`` is alpha / r (alpha /
+    sqrt(r) for rank-stabilised LoRA); ``dropout`` is the probability that an element of the branch's input is zeroed in
+    training.
     """
 
     lora_A: Tensor

@@ -1,7 +1,8 @@
-"""The operations an adapter writes its math with. Each borrows the weights it needs and gives them back before it returns.
+"""The operations an adapter writes its math with. Each borrows the weights it needs and gives them back before it
+returns.
 
-A linear saves where its weight lies, never the weight, and borrows again when the gradient comes. Frozen weights get no gradient.
-Shapes: N tokens, K inputs, O outputs, r rank of a low-rank update.
+A linear saves where its weight lies, never the weight, and borrows again when the gradient comes. Frozen weights get no
+gradient. Shapes: N tokens, K inputs, O outputs, r rank of a low-rank update.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from lema_core.store.store import WeightSource
 
 
 class StreamedOps:
-    """Operations over one weight source. ``updates``: low-rank updates by module name; ``dropout``: the key of this pass."""
+    """Operations over one weight source. ``updates``: low-rank updates by module name; ``dropout``: the key of this
+    pass."""
 
     def __init__(
         self,
@@ -39,7 +41,8 @@ class StreamedOps:
         self.biased = biased
 
     def linears(self, x_BTK: Tensor, modules: Sequence[str], dropout: DropoutKey | None = None) -> list[Tensor]:
-        """``[W x + b + low-rank update for each module]`` of one input, given together so that they can be computed together."""
+        """``[W x + b + low-rank update for each module]`` of one input, given together so that they can be computed
+        together."""
         updates = [self.updates[name] for name in modules if name in self.updates]
         low_rank = [tensor for update in updates for tensor in (update.lora_A, update.lora_B)]
         leading = x_BTK.shape[:-1]
@@ -96,7 +99,12 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ops: StreamedOps, modules: tuple[str, ...], dropout: DropoutKey | None, x_NK: Tensor, *low_rank: Tensor
+        ctx: Any,
+        ops: StreamedOps,
+        modules: tuple[str, ...],
+        dropout: DropoutKey | None,
+        x_NK: Tensor,
+        *low_rank: Tensor,
     ) -> tuple[Tensor, ...]:
         x_KN = _feature_major(x_NK)
         ctx.ops, ctx.modules, ctx.dropout = ops, modules, dropout

@@ -33,7 +33,9 @@ class TokenBatch:
         if input_ids.ndim == 1:
             input_ids = input_ids[None]
         if input_ids.ndim != 2 or input_ids.numel() == 0:
-            raise DataError(f"input_ids: expected [rows, tokens] with at least one token, found {list(input_ids.shape)}")
+            raise DataError(
+                f"input_ids: expected [rows, tokens] with at least one token, found {list(input_ids.shape)}"
+            )
         mask = torch.ones_like(input_ids, dtype=torch.bool)
         if attention_mask is not None:
             mask = attention_mask.detach().to("cpu", torch.bool).view_as(input_ids)
@@ -52,7 +54,8 @@ class TokenBatch:
             if bad.any():
                 row, position = bad.nonzero()[0].tolist()
                 raise DataError(
-                    f"row {row}, position {position}: {what} {ids[row, position].item()} is outside the vocabulary of {vocab_size}"
+                    f"row {row}, position {position}: {what} {ids[row, position].item()} "
+                    f"is outside the vocabulary of {vocab_size}"
                 )
 
     def rows(self, start: int, stop: int) -> TokenBatch:

@@ -1,4 +1,5 @@
-"""What a step allocates beside the weights, from shapes alone: one block is run on the meta device and its saved tensors counted."""
+"""What a step allocates beside the weights, from shapes alone: one block is run on the meta device and its saved
+tensors counted."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ def generate_greedy(
 ) -> list[list[int]]:
     """New ids of each prompt, the stop id included; ``on_token(row, id)`` is told of each as it comes.
 
-    Prompts of unequal length are padded on the left. A row that stopped is carried along until all have. Raises DataError for an
-    empty prompt or an id outside the vocabulary, BudgetError when the cache cannot fit.
+    Prompts of unequal length are padded on the left. A row that stopped is carried along until all have. Raises
+    DataError for an empty prompt or an id outside the vocabulary, BudgetError when the cache cannot fit.
     """
     if any(len(prompt) == 0 for prompt in prompts):
         raise DataError("a prompt has no tokens; give at least one (the tokenizer's BOS, say)")

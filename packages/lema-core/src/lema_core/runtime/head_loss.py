@@ -31,9 +31,11 @@ def head_loss(
     targets: Tensor,
     gradient_scale: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of the targets' negative log-likelihoods (fp64 scalar on the CPU; 0-d meta tensor on meta), and d(sum)/dx * scale.
+    """Sum of the targets' negative log-likelihoods (fp64 scalar on the CPU; 0-d meta tensor on meta), and d(sum)/dx *
+    scale.
 
-    ``gradient_scale`` None computes no gradient. Gradients of parameters inside the head accumulate into their ``.grad``.
+    ``gradient_scale`` None computes no gradient. Gradients of parameters inside the head accumulate into their
+    ``.grad``.
     """
     x_CN = x_NC.t()
     dx_CN = torch.zeros_like(x_CN) if gradient_scale is not None else None
@@ -43,7 +45,8 @@ def head_loss(
         h_nC = x_CN.index_select(1, where).t().requires_grad_(dx_CN is not None)
         with torch.set_grad_enabled(dx_CN is not None):
             logits_nV = adapter.head(ops, h_nC)
-        # .data: the gradient overwrites the logits, whose values no backward reads; detach() would have autograd object.
+        # .data: the gradient overwrites the logits, whose values no backward reads; detach() would have autograd
+        # object.
         loss, gradient_nV = _cross_entropy(logits_nV.data, wanted, gradient_scale)
         total += loss
         if dx_CN is not None:

@@ -1,7 +1,7 @@
 """Run an adapter's math layer by layer over streamed weights: train, evaluate, and compute logits.
 
-Every kind of step is traced once on the meta device, with the same code that then computes. Shapes: B rows, T tokens, C hidden
-size, N = B * T tokens, V vocabulary.
+Every kind of step is traced once on the meta device, with the same code that then computes. Shapes: B rows, T tokens, C
+hidden size, N = B * T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from lema_core.runtime.head_loss import chunk_tokens, head_loss, n_chunks
 from lema_core.store.store import StreamedModel, TensorStore, TraceRecorder
 from lema_core.store.trace import Trace
 
-
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TrainPass:
-    """How a training step is computed. ``first_layer``: the lowest one with something trainable (n_layers: only the head has).
+    """How a training step is computed. ``first_layer``: the lowest one with something trainable (n_layers: only the
+    head has).
 
-    ``recompute``: keep each block's input only and compute the block again when its gradient comes. ``seed``: of dropout.
+    ``recompute``: keep each block's input only and compute the block again when its gradient comes. ``seed``: of
+    dropout.
     """
 
     first_layer: int
@@ -44,7 +45,8 @@ class TrainPass:
 
 
 class ModelRunner:
-    """Computes with ``adapter`` on ``store``. ``updates``: low-rank updates by module name, trained through their ``.grad``."""
+    """Computes with ``adapter`` on ``store``. ``updates``: low-rank updates by module name, trained through their
+    ``.grad``."""
 
     def __init__(
         self,
@@ -108,7 +110,9 @@ class ModelRunner:
         dx_BTC = dx.view(x_BTC.shape)
         del x_BTC, dx
         for layer in range(last, how.first_layer - 1, -1):
-            x_in, x_out = kept.pop(layer) if layer in kept else self._with_graph(ops, layer, inputs.pop(layer), ctx, how)
+            x_in, x_out = (
+                kept.pop(layer) if layer in kept else self._with_graph(ops, layer, inputs.pop(layer), ctx, how)
+            )
             torch.autograd.backward(x_out, dx_BTC)
             dx_BTC = x_in.grad
             del x_in, x_out
@@ -215,7 +219,8 @@ class ModelRunner:
         compute: Callable[[StreamedOps, Sequence[TokenBatch]], object],
         batches: Sequence[TokenBatch],
     ) -> Trace:
-        """The accesses of one step, from a run on the meta device; kept by ``key``, which holds all that they depend on."""
+        """The accesses of one step, from a run on the meta device; kept by ``key``, which holds all that they depend
+        on."""
         if key not in self._traces:
             recorder = TraceRecorder(self._model)
             ops = StreamedOps(

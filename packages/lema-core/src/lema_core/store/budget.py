@@ -12,10 +12,11 @@ from lema_core.memory import format_bytes
 class BudgetRequest:
     """What is known when windows are sized; all in bytes.
 
-    ``total``: slots for every granule, with the embedding's rows. ``smallest``: one granule and a few rows. ``ram_limit``: what this
-    process may use, ``ram_source`` who says so; ``ram_held``: what it holds already; ``ram_step``: what a step will allocate beside the
-    weights (activations, gradients, optimizer states). ``device_free`` and ``device_step`` likewise; None where the device shares RAM.
-    ``weights_ram`` and ``weights_vram`` are what the user fixed, None for auto. ``resident``: everything must stay.
+    ``total``: slots for every granule, with the embedding's rows. ``smallest``: one granule and a few rows.
+    ``ram_limit``: what this process may use, ``ram_source`` who says so; ``ram_held``: what it holds already;
+    ``ram_step``: what a step will allocate beside the weights (activations, gradients, optimizer states).
+    ``device_free`` and ``device_step`` likewise; None where the device shares RAM. ``weights_ram`` and ``weights_vram``
+    are what the user fixed, None for auto. ``resident``: everything must stay.
     """
 
     total: int
@@ -37,7 +38,8 @@ class BudgetRequest:
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """Bytes of the weights' windows; ``device`` is None where the device shares RAM. ``because``: a sentence per figure."""
+    """Bytes of the weights' windows; ``device`` is None where the device shares RAM. ``because``: a sentence per
+    figure."""
 
     ram: int
     device: int | None
@@ -45,7 +47,8 @@ class BudgetPlan:
 
 
 def plan_budget(request: BudgetRequest) -> BudgetPlan:
-    """Give the weights what is left, up to all of them. Raises BudgetError with the bytes needed and given when a run cannot fit."""
+    """Give the weights what is left, up to all of them. Raises BudgetError with the bytes needed and given when a run
+    cannot fit."""
     fixed = request.weights_ram
     if request.device_shares_ram and request.weights_vram is not None:
         # One window serves both names; of two limits the smaller holds.
@@ -56,7 +59,9 @@ def plan_budget(request: BudgetRequest) -> BudgetPlan:
     if not request.device_shares_ram:
         device_left = request.device_free - _margin(request.device_free) - request.device_step
         device = _window(request, "weights_vram", request.weights_vram, device_left, "free device memory", because)
-    name = "weights_vram" if fixed is not None and fixed == request.weights_vram != request.weights_ram else "weights_ram"
+    name = (
+        "weights_vram" if fixed is not None and fixed == request.weights_vram != request.weights_ram else "weights_ram"
+    )
     # Behind a device that holds everything, RAM only has to pass the weights on once.
     if device is not None and device >= request.total and fixed is None and not request.resident:
         fixed = min(max(request.smallest, left), max(request.smallest, request.total // 4))
@@ -69,9 +74,7 @@ def _margin(limit: int) -> int:
     return max(64_000_000, limit // 20)
 
 
-def _window(
-    request: BudgetRequest, option: str, fixed: int | None, left: int, source: str, because: list[str]
-) -> int:
+def _window(request: BudgetRequest, option: str, fixed: int | None, left: int, source: str, because: list[str]) -> int:
     wanted = request.total if request.resident or fixed is None else min(fixed, request.total)
     must_have = wanted if request.resident or fixed is not None else request.smallest
     if fixed is not None and not request.resident and fixed < request.smallest:
@@ -83,9 +86,15 @@ def _window(
         raise BudgetError(
             f"{option}: {must_have:,} bytes of weights are needed beside {step:,} for the step, "
             f"{max(0, left):,} are left of {source}; "
-            + ("use strategy=streaming" if request.resident else "shorten max_seq_length or batch_size, or give more memory")
+            + (
+                "use strategy=streaming"
+                if request.resident
+                else "shorten max_seq_length or batch_size, or give more memory"
+            )
         )
     given = min(wanted, left)
     share = "all" if given >= request.total else f"{100 * given // request.total} %"
-    because.append(f"{option}: {format_bytes(given)} ({share} of the weights), {format_bytes(max(0, left))} were left of {source}")
+    because.append(
+        f"{option}: {format_bytes(given)} ({share} of the weights), {format_bytes(max(0, left))} were left of {source}"
+    )
     return given

@@ -27,13 +27,15 @@ class DiskReader:
         self.bytes_read = 0
 
     def read_granule(self, granule: Granule, slot: memoryview) -> None:
-        """Fill ``slot`` (at least granule.nbytes, aligned to SECTOR_BYTES). Raises CheckpointError naming tensors and file."""
+        """Fill ``slot`` (at least granule.nbytes, aligned to SECTOR_BYTES). Raises CheckpointError naming tensors and
+        file."""
         for read in granule.reads:
             target = slot[read.slot_offset : read.slot_offset + read.nbytes]
             self.read(read.path, read.file_offset, target, read.needed_bytes, granule.names)
 
     def read(self, path: Path, offset: int, target: memoryview, needed_bytes: int, names: tuple[str, ...]) -> None:
-        """Fill ``target`` from ``offset`` on; at least ``needed_bytes`` must be there, the rest may lie past the file's end."""
+        """Fill ``target`` from ``offset`` on; at least ``needed_bytes`` must be there, the rest may lie past the file's
+        end."""
         file = self._open(path)
         done = 0
         while done < needed_bytes:
@@ -43,7 +45,9 @@ class DiskReader:
                 if error.errno == errno.EINVAL and path not in self.buffered_files:
                     file = self._reopen_buffered(path)
                     continue
-                raise CheckpointError(f"{path}: cannot read {_shown(names)} at byte {offset + done}: {error.strerror}") from error
+                raise CheckpointError(
+                    f"{path}: cannot read {_shown(names)} at byte {offset + done}: {error.strerror}"
+                ) from error
             done += count
             at_end = count == 0 or (count % SECTOR_BYTES and path not in self.buffered_files)
             if at_end and done < needed_bytes:

@@ -7,7 +7,7 @@ Whatever fails in a thread is raised by the next borrow.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -20,10 +20,14 @@ from lema_core.store.planner import TierPlan, plan_tier
 from lema_core.store.trace import Trace
 from lema_core.store.window import Window
 
+#: how long an abandoned step is waited for; a read that hangs longer is left to its (daemon) thread
+_PATIENCE_S = 2.0
+
 
 @dataclass(frozen=True)
 class StepPlan:
-    """``near``: the window that compute borrows from. ``far``: the RAM window behind it, None where the device shares RAM."""
+    """``near``: the window that compute borrows from. ``far``: the RAM window behind it, None where the device shares
+    RAM."""
 
     near: TierPlan
     far: TierPlan | None
@@ -79,15 +83,17 @@ class TransferEngine:
         self._run: _Run | None = None
         self._disk_jobs: SimpleQueue[_Run | None] = SimpleQueue()
         self._link_jobs: SimpleQueue[_Run | None] = SimpleQueue()
-        self._threads = [Thread(target=self._serve, args=(self._disk_jobs, self._read_ahead), name="lema-disk", daemon=True)]
+        self._threads = [
+            Thread(target=self._serve, args=(self._disk_jobs, self._read_ahead), name="lema-disk", daemon=True)
+        ]
         if far is not None:
             self._threads.append(
                 Thread(target=self._serve, args=(self._link_jobs, self._copy_ahead), name="lema-link", daemon=True)
             )
         for thread in self._threads:
             thread.start()
+        self.stuck = False
         self.wait_s = 0.0
-        self.disk_bytes = 0
         self.link_bytes = 0
 
     def plan(self, trace: Trace) -> StepPlan:
@@ -111,7 +117,7 @@ class TransferEngine:
 
     def begin(self, trace: Trace) -> StepPlan:
         """Start moving for one step; accesses 0, 1, ... follow in the trace's order."""
-        if self._run is not None:
+        if self._run is not None or self.stuck:
             raise PlanError("a step is still under way")
         run = _Run(trace, self.plan(trace), self._device.record())
         run.threads_busy = len(self._threads)
@@ -122,10 +128,13 @@ class TransferEngine:
         return run.plan
 
     def acquire(self, position: int, granule: int) -> int:
-        """Wait for access ``position`` and return its slot. Raises what a thread raised, or PlanError on another order."""
+        """Wait for access ``position`` and return its slot. Raises what a thread raised, or PlanError on another
+        order."""
         run = self._current()
         if position >= len(run.trace.accesses) or run.trace.accesses[position] != granule:
-            raise PlanError(f"access {position} wants granule {granule} ({self._granules[granule].names[0]}), the trace does not")
+            raise PlanError(
+                f"access {position} wants granule {granule} ({self._granules[granule].names[0]}), the trace does not"
+            )
         load = run.plan.near.load_at[position]
         if load >= 0:
             if run.loaded <= load or run.error is not None:
@@ -171,12 +180,16 @@ class TransferEngine:
             with self._run.changed:
                 self._run.stopped = True
                 self._run.changed.notify_all()
-            self._end_run(self._run)
+            self._end_run(self._run, patience_s=_PATIENCE_S)
 
-    def _end_run(self, run: _Run) -> BaseException | None:
+    def _end_run(self, run: _Run, patience_s: float | None = None) -> BaseException | None:
         with run.changed:
-            run.changed.wait_for(lambda: run.threads_busy == 0)
+            idle = run.changed.wait_for(lambda: run.threads_busy == 0, patience_s)
         self._run = None
+        if not idle:
+            # A thread hangs in a read; whatever it does later must not meet another step.
+            self.stuck = True
+            return run.error
         # The next step may overwrite a RAM slot, or read a device slot, that a queued copy still works on.
         if run.copies:
             self._device.host_wait(run.copies[-1])
@@ -187,7 +200,7 @@ class TransferEngine:
         self._disk_jobs.put(None)
         self._link_jobs.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(_PATIENCE_S if self.stuck else None)
 
     def _current(self) -> _Run:
         if self._run is None:
@@ -227,7 +240,6 @@ class TransferEngine:
             self._reader.read_granule(granule, window.memory(load.slot))
             window.end_fill(load.slot, load.granule)
             with run.changed:
-                self.disk_bytes += granule.nbytes
                 if self.far is None:
                     run.loaded += 1
                 else:

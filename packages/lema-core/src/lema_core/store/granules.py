@@ -1,8 +1,9 @@
 """Cut a model's weights into granules: what moves between tiers.
 
-A granule is a block of rows of one large matrix, or several whole tensors of one layer. All slots of a tier have the size of
-the largest granule, so the cut is chosen to waste little. It follows from shapes and dtypes alone, never from a budget: row
-blocks are also the blocks that products are computed in, and results must not depend on how much memory there was.
+A granule is a block of rows of one large matrix, or several whole tensors of one layer. All slots of a tier have the
+size of the largest granule, so the cut is chosen to waste little. It follows from shapes and dtypes alone, never from a
+budget: row blocks are also the blocks that products are computed in, and results must not depend on how much memory
+there was.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Read:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows ``start:stop`` of a tensor, found at byte ``offset`` of a granule's slot (the whole of a vector: rows are elements)."""
+    """Rows ``start:stop`` of a tensor, found at byte ``offset`` of a granule's slot (the whole of a vector: rows are
+    elements)."""
 
     tensor: str
     granule: int
@@ -68,7 +70,8 @@ class Granule:
 
 @dataclass(frozen=True)
 class StreamedTensor:
-    """A tensor to be cut: where it lies in the file and which layer uses it. ``layer`` None groups what lies outside blocks."""
+    """A tensor to be cut: where it lies in the file and which layer uses it. ``layer`` None groups what lies outside
+    blocks."""
 
     name: str
     info: TensorInfo
@@ -130,9 +133,15 @@ def _cost(groups: Iterable[Sequence[StreamedTensor]], target_bytes: int) -> int:
         key = tuple((item.info.shape, item.info.dtype) for item in group)
         if key not in sizes:
             bins = _cut(group, target_bytes)
-            sizes[key] = len(bins), max(
-                sum(_tensor_bytes(i) * (b - a) // max(1, i.info.shape[0] if i.info.shape else 1) for i, a, b in pieces)
-                for pieces in bins
+            sizes[key] = (
+                len(bins),
+                max(
+                    sum(
+                        _tensor_bytes(i) * (b - a) // max(1, i.info.shape[0] if i.info.shape else 1)
+                        for i, a, b in pieces
+                    )
+                    for pieces in bins
+                ),
             )
         count += sizes[key][0]
         largest = max(largest, sizes[key][1])

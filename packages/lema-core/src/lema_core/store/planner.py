@@ -1,7 +1,8 @@
 """Decide, before a step runs, which granule is loaded into which slot and when the slot is free for it.
 
-Slots are equal, so evicting the granule whose next use is furthest is optimal (Belady, "A study of replacement algorithms
-for a virtual-storage computer", 1966). A step is followed by one like it: uses past its end are those of its beginning.
+Slots are equal, so evicting the granule whose next use is furthest is optimal (Belady, "A study of replacement
+algorithms for a virtual-storage computer", 1966). A step is followed by one like it: uses past its end are those of its
+beginning.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _NEVER = 1 << 60
 
 @dataclass(frozen=True)
 class Load:
-    """Bring ``granule`` into ``slot`` for access ``position``, once access ``after`` has been released (-1: at once)."""
+    """Bring ``granule`` into ``slot`` for access ``position``, once access ``after`` has been released (-1: at
+    once)."""
 
     position: int
     granule: int
@@ -28,7 +30,8 @@ class Load:
 class TierPlan:
     """``slot_at[k]``: the slot that access k finds its granule in. ``load_at[k]``: the load it waits for, -1 for a hit.
 
-    ``last_use``: positions after which the granule in the slot is evicted within this step. ``resident``: granule -> slot at the end.
+    ``last_use``: positions after which the granule in the slot is evicted within this step. ``resident``: granule ->
+    slot at the end.
     """
 
     loads: tuple[Load, ...]
@@ -43,7 +46,8 @@ class TierPlan:
 
 
 def next_uses(accesses: Sequence[int]) -> list[int]:
-    """For each access, the position at which its granule is used next, counting on into a repetition of the sequence."""
+    """For each access, the position at which its granule is used next, counting on into a repetition of the
+    sequence."""
     n = len(accesses)
     upcoming: dict[int, int] = {}
     for k in range(n - 1, -1, -1):
@@ -58,8 +62,9 @@ def next_uses(accesses: Sequence[int]) -> list[int]:
 def plan_tier(accesses: Sequence[int], n_slots: int, resident: Mapping[int, int], prefetch_distance: int) -> TierPlan:
     """Plan one tier.
 
-    ``resident``: granule -> slot before the step. ``prefetch_distance``: a load prefers slots that were released at least so many
-    accesses before it is needed, so that it has that long to arrive; where there is none, any released slot serves.
+    ``resident``: granule -> slot before the step. ``prefetch_distance``: a load prefers slots that were released at
+    least so many accesses before it is needed, so that it has that long to arrive; where there is none, any released
+    slot serves.
     """
     following = next_uses(accesses)
     first_use: dict[int, int] = {}
@@ -95,8 +100,11 @@ def plan_tier(accesses: Sequence[int], n_slots: int, resident: Mapping[int, int]
     return TierPlan(tuple(loads), tuple(slot_at), tuple(load_at), frozenset(evictions), slot_of)
 
 
-def _furthest(heap: list[tuple[int, int]], upcoming: Mapping[int, int], last_use: Mapping[int, int], newest: int) -> int:
-    """Pop the granule used furthest in the future among those last used at ``newest`` or before, else the furthest of all."""
+def _furthest(
+    heap: list[tuple[int, int]], upcoming: Mapping[int, int], last_use: Mapping[int, int], newest: int
+) -> int:
+    """Pop the granule used furthest in the future among those last used at ``newest`` or before, else the furthest of
+    all."""
     too_recent = []
     victim = None
     while heap:

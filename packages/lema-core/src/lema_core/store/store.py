@@ -44,7 +44,8 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class WindowSizes:
-    """Slots per tier and the rows region, decided before the first byte moves. ``device_slots`` is 0 where RAM is the device's."""
+    """Slots per tier and the rows region, decided before the first byte moves. ``device_slots`` is 0 where RAM is the
+    device's."""
 
     ram_slots: int
     device_slots: int
@@ -105,7 +106,8 @@ class StreamedModel:
 def cut_model(
     adapter: ModelAdapter, tensors: Mapping[str, TensorInfo], max_granule_bytes: int = MAX_GRANULE_BYTES
 ) -> StreamedModel:
-    """Cut the bound ``tensors`` of ``adapter``. An embedding is read by rows, and as granules too where a tied head uses it."""
+    """Cut the bound ``tensors`` of ``adapter``. An embedding is read by rows, and as granules too where a tied head
+    uses it."""
     streamed: list[StreamedTensor] = []
     embeddings: dict[str, TensorInfo] = {}
     for spec in adapter.tensors():
@@ -133,7 +135,11 @@ class Borrow:
     def tensor(self) -> Tensor:
         """The row block in storage format. Raises PlanError when it is stale."""
         part, window = self._part, self._window
-        if self._released or window.generations[self._slot] != self._generation or window.granule_in(self._slot) != part.granule:
+        if (
+            self._released
+            or window.generations[self._slot] != self._generation
+            or window.granule_in(self._slot) != part.granule
+        ):
             raise PlanError(f"stale read of {part.tensor}: its slot was released or holds another granule")
         count = 1
         for size in part.shape:
@@ -154,7 +160,8 @@ class Borrow:
 
 @dataclass
 class StoreStats:
-    """Bytes of one kind of stream. ``*_now``/``*_peak``: slots filled; ``*_window``: the budget's slots; reads of this step."""
+    """Bytes of one kind of stream. ``*_now``/``*_peak``: slots filled; ``*_window``: the budget's slots; reads of this
+    step."""
 
     ram_now_bytes: int
     ram_peak_bytes: int
@@ -190,7 +197,9 @@ class TensorStore:
         else:
             slab = device.allocate(sizes.device_slots * slot_bytes)
             self._near, self._far = Window(slab, sizes.device_slots, slot_bytes), ram
-        self._engine = TransferEngine(self._layout.granules, self._reader, device, self._near, self._far, prefetch_distance)
+        self._engine = TransferEngine(
+            self._layout.granules, self._reader, device, self._near, self._far, prefetch_distance
+        )
         self._rows = {name: RowCache(info, self._reader, sizes.n_rows) for name, info in model.embeddings.items()}
         self._position = 0
         self._trace: Trace | None = None
@@ -269,7 +278,8 @@ class TensorStore:
         if not self.closed:
             self.closed = True
             self._engine.close()
-            self._reader.close()
+            if not self._engine.stuck:
+                self._reader.close()
             self.device.close()
 
     def __enter__(self) -> TensorStore:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Trace:
-    """Granule indices in the order they are borrowed. ``key``: what the order depends on (mode, micro-batches, head chunks)."""
+    """Granule indices in the order they are borrowed. ``key``: what the order depends on (mode, micro-batches, head
+    chunks)."""
 
     key: Hashable
     accesses: tuple[int, ...]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class Window:
-    """``n_slots`` slots of ``slot_bytes`` in one slab (uint8). A slot's generation rises whenever its content is replaced."""
+    """``n_slots`` slots of ``slot_bytes`` in one slab (uint8). A slot's generation rises whenever its content is
+    replaced."""
 
     def __init__(self, slab: Tensor, n_slots: int, slot_bytes: int) -> None:
         self.n_slots = n_slots

@@ -1,8 +1,8 @@
 """A simulated accelerator: the asynchronous device, on a machine that has none.
 
-It has memory of its own with a limit, a copy engine on a thread with a set bandwidth and latency, compute that is still reading for a
-while after it was queued, and slots that turn to NaN the moment their content is given up. What would be a rare race on a
-real device is an error here.
+It has memory of its own with a limit, a copy engine on a thread with a set bandwidth and latency, compute that is still
+reading for a while after it was queued, and slots that turn to NaN the moment their content is given up. What would be
+a rare race on a real device is an error here.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class SimulatedAccelerator:
 
     def allocate(self, nbytes: int) -> Tensor:
         if self._allocated_bytes + nbytes > self._capacity_bytes:
-            raise BudgetError(f"the device has {self._capacity_bytes - self._allocated_bytes:,} bytes left, {nbytes:,} are needed")
+            raise BudgetError(
+                f"the device has {self._capacity_bytes - self._allocated_bytes:,} bytes left, {nbytes:,} are needed"
+            )
         self._allocated_bytes += nbytes
         return map_ram(nbytes).fill_(_POISON)
 

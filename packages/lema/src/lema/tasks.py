@@ -1,0 +1,258 @@
+"""What ``task=`` runs: each takes a config and returns the summary that is printed and, for runs, written as
+summary.json."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lema.config import LemaConfig
+from lema.display import TrainingDisplay
+from lema.evaluation import Evaluation, evaluate_dataset
+from lema.interrupts import StopRequest
+from lema.metrics import MetricsWriter, refuse_earlier_run
+from lema.model import LemaModel
+from lema_core.errors import CheckpointError
+from lema_core.memory import anonymous_bytes, peak_rss_bytes
+from lema_core.plugins import get_plugin_manager
+from lema_train.atomic import check_free_space, clean_leftovers, write_json
+from lema_train.checkpoint import STATE_FILE, latest_complete
+from lema_train.data import BatchLoader, BatchPlan, Dataset, describe_sample, load_samples, split_dataset, write_demo
+from lema_train.loop import LoopEvents, LoopOptions, LoopResult, run_training
+from lema_train.trainer import Trainer
+
+
+def train(config: LemaConfig) -> dict[str, Any]:
+    """Fine-tune, save, evaluate. Writes metrics.jsonl, summary.json and checkpoints below ``output_dir``."""
+    output_dir = Path(config.output_dir).absolute()
+    refuse_earlier_run(output_dir, config.resume)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    display = TrainingDisplay()
+    for line in clean_leftovers(output_dir):
+        display.message(line)
+    with _opened(config) as model:
+        selected = model.initialize_lora()
+        train_rows, eval_rows = _datasets(model, config, output_dir)
+        model.expect_tokens(max(train_rows.lengths))
+        plan = BatchPlan(train_rows.lengths, config.batch_size, config.gradient_accumulation_steps, config.seed)
+        total_steps = config.max_steps or config.num_epochs * plan.steps_per_epoch
+        trainer = model.get_trainer(total_steps=total_steps, say=display.message)
+        loader = BatchLoader(train_rows, plan, model.tokenizer.fill_id)
+        _resume(trainer, loader, config, output_dir, display)
+        check_free_space(output_dir, trainer.checkpoint_bytes())
+        display.message(_heading(model, selected, train_rows, total_steps))
+        display.message("row 0, trained parts in brackets:\n" + describe_sample(train_rows[0], model.tokenizer))
+        return _train(model, trainer, loader, eval_rows, total_steps, output_dir, display)
+
+
+def _train(
+    model: LemaModel,
+    trainer: Trainer,
+    loader: BatchLoader,
+    eval_rows: Dataset | None,
+    total_steps: int,
+    output_dir: Path,
+    display: TrainingDisplay,
+) -> dict[str, Any]:
+    config, hook = model.config, get_plugin_manager().hook
+    evaluations: dict[str, Evaluation] = {}
+
+    def evaluate_now(label: str) -> None:
+        if eval_rows is not None:
+            evaluations[label] = evaluation = evaluate_dataset(model, eval_rows)
+            display.message(f"evaluation {label}: {_in_words(evaluation)}")
+
+    def finished(metrics: dict[str, Any]) -> None:
+        writer.write(metrics)
+        display.step(metrics)
+        hook.lema_step_finished(step=metrics["step"], metrics=metrics)
+
+    def saved(path: Path, step: int) -> None:
+        display.message(f"saved {path}")
+        hook.lema_checkpoint_saved(path=path, step=step)
+
+    hook.lema_run_started(config=config)
+    writer = MetricsWriter(output_dir, trainer.step, display.message)
+    first_step, started = trainer.step, time.perf_counter()
+    with StopRequest(display.message) as stop:
+        try:
+            if config.eval_at_start and trainer.step == 0:
+                evaluate_now("before")
+            training_started = time.perf_counter()
+            display.start(total_steps, trainer.step, _budgets(model))
+            events = LoopEvents(
+                finished, saved, lambda step: evaluate_now(f"step {step}"), stop.requested, display.message
+            )
+            options = LoopOptions(
+                output_dir, total_steps, config.save_steps, config.save_total_limit, config.eval_steps
+            )
+            result = run_training(trainer, loader, options, events)
+            train_s = time.perf_counter() - training_started
+            display.stop()
+            if not result.stopped:
+                evaluate_now("after")
+        finally:
+            display.stop()
+            writer.close()
+        summary = {
+            "task": "train",
+            "model": config.model_name_or_path,
+            "steps": trainer.step,
+            "steps_this_run": trainer.step - first_step,
+            "skipped_steps": trainer.skipped_steps,
+            "tokens": trainer.tokens,
+            **_losses(result),
+            **(evaluations["before"].summary("_before") if "before" in evaluations else {}),
+            **(evaluations["after"].summary("_after") if "after" in evaluations else {}),
+            "train_s": train_s,
+            "total_s": time.perf_counter() - started,
+            **_memory(model),
+            "example": evaluations["after"].example if "after" in evaluations else None,
+            "checkpoint": str(result.checkpoint or _newest(output_dir)),
+        }
+        write_json(output_dir / "summary.json", summary)
+        stop.raise_if_stopped(result.stopped, result.checkpoint)
+    return summary
+
+
+def evaluate(config: LemaConfig) -> dict[str, Any]:
+    """Loss, perplexity and exact match on ``eval_file``, or on the held-out share of ``train_file``."""
+    with _opened(config) as model:
+        if config.lora_path is not None:
+            model.load_lora(config.lora_path)
+        rows = _evaluation_rows(model, config)
+        model.expect_tokens(max(rows.lengths))
+        started = time.perf_counter()
+        evaluation = evaluate_dataset(model, rows)
+        return {
+            "task": "evaluate",
+            "rows": len(rows),
+            **evaluation.summary(),
+            "seconds_s": time.perf_counter() - started,
+            **_memory(model),
+            "example": evaluation.example,
+        }
+
+
+def generate(config: LemaConfig) -> dict[str, Any]:
+    """Answer ``prompt``, printed as it comes. With a chat template the prompt is a user's message, unless
+    ``chat=false``."""
+    with _opened(config) as model:
+        if config.lora_path is not None:
+            model.load_lora(config.lora_path)
+        tokenizer = model.tokenizer
+        chat = tokenizer.chat_template is not None if config.chat is None else config.chat
+        if chat:
+            ids = tokenizer.chat_ids([{"role": "user", "content": config.prompt}], add_generation_prompt=True)
+        else:
+            ids = tokenizer.encode(config.prompt)
+        model.expect_tokens(len(ids))
+        started = time.perf_counter()
+        pieces: list[str] = []
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+
+        model.continue_text(ids, tokenizer, config.max_new_tokens, on_text=show)
+        print(flush=True)
+        return {"task": "generate", "seconds_s": time.perf_counter() - started, **_memory(model)}
+
+
+@contextmanager
+def _opened(config: LemaConfig) -> Iterator[LemaModel]:
+    model = LemaModel(config)
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def _datasets(model: LemaModel, config: LemaConfig, output_dir: Path) -> tuple[Dataset, Dataset | None]:
+    """Training and evaluation rows; ``demo`` writes lema's own set below ``output_dir`` first."""
+    train_file, eval_file = config.train_file, config.eval_file
+    if train_file == "demo":
+        train_path, held_out = write_demo(output_dir / "demo", seed=config.seed)
+        train_file, eval_file = str(train_path), eval_file or str(held_out)
+    rows = _load(model, config, train_file)
+    if eval_file is not None:
+        return rows, _load(model, config, eval_file)
+    return split_dataset(rows, config.eval_split, config.seed) if config.eval_split else (rows, None)
+
+
+def _evaluation_rows(model: LemaModel, config: LemaConfig) -> Dataset:
+    if config.eval_file is not None:
+        return _load(model, config, config.eval_file)
+    return split_dataset(_load(model, config, config.train_file), config.eval_split, config.seed)[1]
+
+
+def _load(model: LemaModel, config: LemaConfig, path: str) -> Dataset:
+    limit = config.max_seq_length
+    if model.adapter.hard_max_positions:
+        limit = min(limit, model.adapter.max_positions)
+    return load_samples(Path(path), model.tokenizer, limit, model.adapter.vocab_size)
+
+
+def _resume(
+    trainer: Trainer, loader: BatchLoader, config: LemaConfig, output_dir: Path, display: TrainingDisplay
+) -> None:
+    if config.resume == "none":
+        return
+    path = Path(config.resume)
+    if config.resume == "auto":
+        found = latest_complete(output_dir)
+        for reason in found.skipped:
+            display.message(f"passed over: {reason}")
+        if found.path is None:
+            display.message(f"resume=auto: no complete checkpoint in {output_dir}; starting at step 0")
+            return
+        path = found.path
+    elif not (path / STATE_FILE).exists() and not path.is_dir():
+        raise CheckpointError(f"resume={path}: no such checkpoint folder")
+    state = trainer.load_checkpoint(path)
+    loader.load_state_dict({"epoch": state.epoch, "step_in_epoch": state.step_in_epoch})
+    display.message(f"going on from {path} at step {trainer.step}")
+
+
+def _heading(model: LemaModel, selected: str, rows: Dataset, total_steps: int) -> str:
+    windows = "; ".join(model.budget.because) if model.budget else ""
+    lora = model.lora
+    return (
+        f"{model.folder}: {selected}; {lora.num_parameters:,} trained numbers\n"
+        f"{len(rows)} rows, {total_steps} steps; {windows}"
+    )
+
+
+def _budgets(model: LemaModel) -> dict[str, int]:
+    weights = model.stats()["weights"]
+    return {"ram": weights.ram_window_bytes, "device": weights.device_window_bytes}
+
+
+def _memory(model: LemaModel) -> dict[str, int]:
+    weights = model.stats()["weights"]
+    return {
+        "device_peak_bytes": weights.device_peak_bytes,
+        "ram_peak_bytes": weights.ram_peak_bytes,
+        "ram_window_bytes": weights.ram_window_bytes,
+        "rss_peak_bytes": peak_rss_bytes(),
+        "anonymous_bytes": anonymous_bytes(),
+    }
+
+
+def _losses(result: LoopResult) -> dict[str, float | None]:
+    losses = result.losses
+    return {"loss_first": losses[0] if losses else None, "loss_last": losses[-1] if losses else None}
+
+
+def _newest(output_dir: Path) -> Path | None:
+    return latest_complete(output_dir).path
+
+
+def _in_words(evaluation: Evaluation) -> str:
+    words = f"loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.4g}"
+    if evaluation.exact_match is not None:
+        words += f", exact match {100 * evaluation.exact_match:.1f} % of {evaluation.answers}"
+    return words
