@@ -11,15 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lema_core.checkpoint import (
-    FOLDER_SOURCE,
-    looks_like_path,
-    read_generation_config,
-    read_hf_config,
-    read_manifest,
-    read_tensor,
-)
+from lema_core.checkpoint import read_generation_config, read_hf_config, read_manifest, read_tensor
 from lema_core.errors import CheckpointError
+from lema_core.folder_source import FOLDER_SOURCE, looks_like_path
 
 LAYERS = 3
 

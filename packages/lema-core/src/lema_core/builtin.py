@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lema_core.checkpoint.folder_source import FOLDER_SOURCE
+from lema_core.folder_source import FOLDER_SOURCE
 from lema_core.hookspecs import hookimpl
 from lema_core.records import CheckpointSource, Kernel
 from lema_core.store.budget import BudgetPlan, BudgetRequest, plan_budget

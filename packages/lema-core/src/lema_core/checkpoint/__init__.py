@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lema_core.checkpoint.bind import bind_tensors
-from lema_core.checkpoint.folder_source import FOLDER_SOURCE, looks_like_path
 from lema_core.checkpoint.header import SafetensorsHeader, read_header
 from lema_core.checkpoint.manifest import Manifest, read_generation_config, read_hf_config, read_manifest
 from lema_core.checkpoint.reading import read_tensor
@@ -11,14 +10,12 @@ from lema_core.checkpoint.segments import Segment, TensorInfo
 from lema_core.checkpoint.writer import TensorToWrite, write_safetensors
 
 __all__ = [
-    "FOLDER_SOURCE",
     "Manifest",
     "SafetensorsHeader",
     "Segment",
     "TensorInfo",
     "TensorToWrite",
     "bind_tensors",
-    "looks_like_path",
     "read_generation_config",
     "read_header",
     "read_hf_config",

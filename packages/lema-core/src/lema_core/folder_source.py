@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lema_core.checkpoint.manifest import check_folder, read_hf_config, weight_files
 from lema_core.records import CheckpointSource
 
 
@@ -30,6 +29,9 @@ def _refuses(ref: str) -> str | None:
 
 def _locate(ref: str) -> Path:
     """The folder ``ref``, when it holds a config and weights. Raises CheckpointError naming what is missing."""
+    # Imported here: reading checkpoints needs torch, which --help and a mistyped option do not wait for.
+    from lema_core.checkpoint.manifest import check_folder, read_hf_config, weight_files
+
     folder = Path(ref).expanduser()
     check_folder(folder)
     read_hf_config(folder)
