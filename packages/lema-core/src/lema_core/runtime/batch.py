@@ -64,11 +64,15 @@ class TokenBatch:
 
     @cached_property
     def supervised(self) -> tuple[Tensor, Tensor]:
-        """Flat positions (int64, into N) that have a target, and the targets. Padding never has one."""
+        """Flat positions (int64, into N) that have a target, and the targets.
+
+        Padding neither is a target nor has one: what precedes a left-padded row's first token predicts nothing.
+        """
         if self.labels is None:
             raise DataError("labels are missing: give labels, or input_ids as labels")
         targets = torch.full_like(self.labels, IGNORE_INDEX)
-        targets[:, :-1] = self.labels[:, 1:].masked_fill(~self.attention_mask[:, 1:], IGNORE_INDEX)
+        real = self.attention_mask[:, 1:] & self.attention_mask[:, :-1]
+        targets[:, :-1] = self.labels[:, 1:].masked_fill(~real, IGNORE_INDEX)
         flat = targets.reshape(-1)
         positions = (flat != IGNORE_INDEX).nonzero().squeeze(1)
         return positions, flat[positions]
