@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lema_core.errors import ConfigError
+from lema_core.errors import BudgetError, ConfigError
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -48,7 +48,8 @@ class Device(Protocol):
         """Compute queued from now on starts after ``event``."""
 
     def host_wait(self, event: Event) -> None:
-        """Block the calling thread until ``event`` is over."""
+        """Block the calling thread until ``event`` is over. Raises what a copy failed with, as compute_wait does where
+        it can know."""
 
     def discard(self, slot: Tensor, after: Event) -> None:
         """The content of ``slot`` will not be used again once ``after`` is over."""
@@ -64,10 +65,13 @@ def map_ram(nbytes: int) -> Tensor:
     """Private anonymous memory on huge pages where the kernel has them, uint8 [nbytes], zero until written.
 
     The alignment to a huge page also serves direct I/O. ``mmap(-1)`` without MAP_PRIVATE would be shared memory, which
-    gets none.
+    gets none. Raises BudgetError when the system refuses.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=flags)
+    try:
+        mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=flags)
+    except (OSError, OverflowError) as error:
+        raise BudgetError(f"{nbytes:,} bytes of RAM are needed, the system refuses: {error}; give less") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -138,7 +142,13 @@ class CudaDevice:
         return storage
 
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"{nbytes:,} bytes on {self.torch_device} are needed, {self.free_bytes():,} are free; "
+                "lower weights_vram, or stop what else uses the device"
+            ) from error
 
     def allocate_ram(self, nbytes: int) -> Tensor:
         slab = map_ram(nbytes)

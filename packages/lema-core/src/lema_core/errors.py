@@ -21,6 +21,10 @@ class BudgetError(LemaError):
     """What was asked cannot fit into the memory given; says the bytes needed and given."""
 
 
+class TransferError(LemaError):
+    """The device or the system failed to move a tensor; names tensor and file."""
+
+
 class DataError(LemaError):
     """A training or evaluation row cannot be used; names file and line."""
 

@@ -208,10 +208,10 @@ class ModelRunner:
         self.store.begin_step(trace)
         try:
             yield
+            self.store.end_step()
         except BaseException:
             self.store.abort_step()
             raise
-        self.store.end_step()
 
     def trace(
         self,

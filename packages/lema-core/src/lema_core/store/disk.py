@@ -46,13 +46,13 @@ class DiskReader:
                     file = self._reopen_buffered(path)
                     continue
                 raise CheckpointError(
-                    f"{path}: cannot read {_shown(names)} at byte {offset + done}: {error.strerror}"
+                    f"{path}: cannot read {shown(names)} at byte {offset + done}: {error.strerror}"
                 ) from error
             done += count
             at_end = count == 0 or (count % SECTOR_BYTES and path not in self.buffered_files)
             if at_end and done < needed_bytes:
                 raise CheckpointError(
-                    f"{path}: cut while in use: {_shown(names)} needs bytes up to {offset + needed_bytes}, "
+                    f"{path}: cut while in use: {shown(names)} needs bytes up to {offset + needed_bytes}, "
                     f"the file ends at {offset + done}; download it again"
                 )
         if path in self.buffered_files and hasattr(os, "posix_fadvise"):
@@ -91,5 +91,6 @@ class DiskReader:
                 os.close(self._retired.pop())
 
 
-def _shown(names: tuple[str, ...]) -> str:
+def shown(names: tuple[str, ...]) -> str:
+    """``model.norm.weight and 3 more``, for one-line errors."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

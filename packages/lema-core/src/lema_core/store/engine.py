@@ -1,20 +1,21 @@
 """Carry out a step's plan ahead of the compute: a thread reads from disk, another copies to the device.
 
 Loads are carried out in the order they are needed; each waits only until its slot has been released by its last reader.
-Whatever fails in a thread is raised by the next borrow.
+Whatever fails in a thread is raised by the next borrow, with the tensor and the file.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Condition, Thread
 
 from lema_core.device import Device, Event
-from lema_core.errors import PlanError
-from lema_core.store.disk import DiskReader
+from lema_core.errors import LemaError, PlanError, TransferError
+from lema_core.store.disk import DiskReader, shown
 from lema_core.store.granules import Granule
 from lema_core.store.planner import TierPlan, plan_tier
 from lema_core.store.trace import Trace
@@ -38,7 +39,11 @@ class StepPlan:
 
 @dataclass
 class _Run:
-    """One step under way. ``loaded``, ``staged``: loads completed from the front; guarded by ``changed``."""
+    """One step under way. ``loaded``, ``staged``: loads completed from the front; guarded by ``changed``.
+
+    With a far window, a near load is completed when its copy is queued: ``arrived`` are those that compute has waited
+    for.
+    """
 
     trace: Trace
     plan: StepPlan
@@ -47,6 +52,7 @@ class _Run:
     released: bytearray = field(init=False)
     release_events: dict[int, Event] = field(default_factory=dict)
     copies: list[Event] = field(default_factory=list)
+    arrived: set[int] = field(default_factory=set)
     loaded: int = 0
     staged: int = 0
     error: BaseException | None = None
@@ -92,7 +98,7 @@ class TransferEngine:
             )
         for thread in self._threads:
             thread.start()
-        self.stuck = False
+        self._closed = False
         self.wait_s = 0.0
         self.link_bytes = 0
 
@@ -117,7 +123,13 @@ class TransferEngine:
 
     def begin(self, trace: Trace) -> StepPlan:
         """Start moving for one step; accesses 0, 1, ... follow in the trace's order."""
-        if self._run is not None or self.stuck:
+        if self._closed:
+            raise PlanError("the store is closed; open the model again")
+        if self.stuck:
+            self.abort()
+            if self.stuck:
+                raise PlanError("a read of an abandoned step still hangs; try again later, or open the model again")
+        if self._run is not None:
             raise PlanError("a step is still under way")
         run = _Run(trace, self.plan(trace), self._device.record())
         run.threads_busy = len(self._threads)
@@ -136,25 +148,31 @@ class TransferEngine:
                 f"access {position} wants granule {granule} ({self._granules[granule].names[0]}), the trace does not"
             )
         load = run.plan.near.load_at[position]
-        if load >= 0:
-            if run.loaded <= load or run.error is not None:
-                started = time.perf_counter()
-                with run.changed:
-                    run.changed.wait_for(lambda: run.loaded > load or run.error is not None)
-                self.wait_s += time.perf_counter() - started
-            if run.loaded <= load:
-                raise run.error
-            if self.far is not None:
-                self._await_copy(run, load)
+        if load >= run.loaded and run.error is None:
+            self._await_load(run, load)
+        if run.error is not None:
+            raise run.error
+        if load >= 0 and self.far is not None:
+            self._await_copy(run, load)
         return run.plan.near.slot_at[position]
+
+    def _await_load(self, run: _Run, load: int) -> None:
+        wanted = run.plan.near.loads[load]
+        if wanted.after >= 0 and not run.released[wanted.after]:
+            # Only the caller can release it, and the caller is here: waiting would never end.
+            name, held = (self._granules[g].names[0] for g in (wanted.granule, run.trace.accesses[wanted.after]))
+            raise PlanError(f"{name} is borrowed while {held}, whose slot it needs, has not been given back")
+        started = time.perf_counter()
+        with run.changed:
+            run.changed.wait_for(lambda: run.loaded > load or run.error is not None)
+        self.wait_s += time.perf_counter() - started
 
     def _await_copy(self, run: _Run, load: int) -> None:
         started = time.perf_counter()
-        try:
+        granule = self._granules[run.plan.near.loads[load].granule]
+        with _naming(granule, "copying to the device"):
             self._device.compute_wait(run.copies[load])
-        except BaseException:
-            self.near.begin_fill(run.plan.near.loads[load].slot)
-            raise
+        run.arrived.add(load)
         self.wait_s += time.perf_counter() - started
 
     def release(self, position: int) -> None:
@@ -169,41 +187,64 @@ class TransferEngine:
             run.changed.notify_all()
 
     def finish(self) -> None:
-        """End a step whose accesses were all released; raises what a thread raised."""
-        error = self._end_run(self._current())
+        """End a step all of whose accesses were made. Raises what a thread raised, PlanError for one not released."""
+        run = self._current()
+        held = run.released.find(0)
+        if held >= 0:
+            self.abort()
+            raise PlanError(f"{self._granules[run.trace.accesses[held]].names[0]} was borrowed and not given back")
+        error = self._end_run(run, None) or run.error
         if error is not None:
             raise error
 
     def abort(self) -> None:
-        """Abandon the step under way, if any; what was read so far stays usable."""
-        if self._run is not None:
-            with self._run.changed:
-                self._run.stopped = True
-                self._run.changed.notify_all()
-            self._end_run(self._run, patience_s=_PATIENCE_S)
+        """Abandon the step under way, if any; what was read so far stays usable. See ``stuck``."""
+        run = self._run
+        if run is not None:
+            with run.changed:
+                run.stopped = True
+                run.changed.notify_all()
+            self._end_run(run, _PATIENCE_S)
 
-    def _end_run(self, run: _Run, patience_s: float | None = None) -> BaseException | None:
+    @property
+    def stuck(self) -> bool:
+        """A thread hangs in a read of an abandoned step; no step can begin before it is back."""
+        return self._run is not None and self._run.stopped
+
+    def _end_run(self, run: _Run, patience_s: float | None) -> Exception | None:
+        """Wait for the threads and for queued copies; returns a copy's error. A copy that failed leaves its slot
+        empty. A thread that stays busy longer than ``patience_s`` keeps the run, so that it meets no other step."""
         with run.changed:
-            idle = run.changed.wait_for(lambda: run.threads_busy == 0, patience_s)
+            if not run.changed.wait_for(lambda: run.threads_busy == 0, patience_s):
+                return None
         self._run = None
-        if not idle:
-            # A thread hangs in a read; whatever it does later must not meet another step.
-            self.stuck = True
-            return run.error
+        failed: Exception | None = None
         # The next step may overwrite a RAM slot, or read a device slot, that a queued copy still works on.
-        if run.copies:
-            self._device.host_wait(run.copies[-1])
-        return run.error
+        for load, copy in enumerate(run.copies):
+            if load in run.arrived and load + 1 < len(run.copies):
+                continue
+            try:
+                self._device.host_wait(copy)
+            except Exception as error:
+                failed = failed or error
+                self.near.begin_fill(run.plan.near.loads[load].slot)
+        # In an abandoned step a slot may have been given up for a load that never came.
+        for load in run.plan.near.loads[run.loaded :]:
+            if load.after in run.release_events:
+                self.near.begin_fill(load.slot)
+        return failed
 
     def close(self) -> None:
+        """Stop the threads; safe to call twice. One that hangs in a read is left behind (``stuck``)."""
         self.abort()
+        self._closed = True
         self._disk_jobs.put(None)
         self._link_jobs.put(None)
         for thread in self._threads:
             thread.join(_PATIENCE_S if self.stuck else None)
 
     def _current(self) -> _Run:
-        if self._run is None:
+        if self._run is None or self._run.stopped:
             raise PlanError("weights are borrowed outside a planned step")
         return self._run
 
@@ -220,24 +261,28 @@ class TransferEngine:
                 run.threads_busy -= 1
                 run.changed.notify_all()
 
-    def _wait(self, run: _Run, ready) -> None:
+    def _wait(self, run: _Run, ready: Callable[[], bool]) -> None:
+        """Until ``ready()``. Raises _Stopped as soon as the step is abandoned or has failed, ready or not."""
         with run.changed:
             run.changed.wait_for(lambda: ready() or run.stopped or run.error is not None)
-            if not ready():
+            if run.stopped or run.error is not None:
                 raise _Stopped
 
     def _read_ahead(self, run: _Run) -> None:
         window = self.far or self.near
         plan = run.plan.far or run.plan.near
         for load in plan.loads:
+            granule = self._granules[load.granule]
             if self.far is None:
                 self._wait(run, lambda after=load.after: after < 0 or run.released[after])
-            elif load.after >= 0:
+            else:
                 self._wait(run, lambda after=load.after: run.loaded > after)
-                self._device.host_wait(run.copies[load.after])
-            granule = self._granules[load.granule]
+                if load.after >= 0:
+                    with _naming(self._granules[run.plan.near.loads[load.after].granule], "copying to the device"):
+                        self._device.host_wait(run.copies[load.after])
             window.begin_fill(load.slot)
-            self._reader.read_granule(granule, window.memory(load.slot))
+            with _naming(granule, "reading"):
+                self._reader.read_granule(granule, window.memory(load.slot))
             window.end_fill(load.slot, load.granule)
             with run.changed:
                 if self.far is None:
@@ -249,17 +294,32 @@ class TransferEngine:
     def _copy_ahead(self, run: _Run) -> None:
         for index, load in enumerate(run.plan.near.loads):
             staged = run.plan.far.load_at[index]
-            self._wait(run, lambda staged=staged: run.staged > staged)
-            self._wait(run, lambda after=load.after: after < 0 or run.released[after])
+            self._wait(
+                run,
+                lambda staged=staged, after=load.after: run.staged > staged and (after < 0 or run.released[after]),
+            )
             after = run.release_events[load.after] if load.after >= 0 else run.start_event
             granule = self._granules[load.granule]
             source = self.far.slot(run.plan.far.slot_at[index])
             target = self.near.slot(load.slot)
             self.near.begin_fill(load.slot)
-            copy = self._device.copy(target[: granule.nbytes], source[: granule.nbytes], after)
+            with _naming(granule, "copying to the device"):
+                copy = self._device.copy(target[: granule.nbytes], source[: granule.nbytes], after)
             self.near.end_fill(load.slot, load.granule)
             with run.changed:
                 self.link_bytes += granule.nbytes
                 run.copies.append(copy)
                 run.loaded += 1
                 run.changed.notify_all()
+
+
+@contextmanager
+def _naming(granule: Granule, doing: str) -> Iterator[None]:
+    """Turn an error of the device or the system into one that names tensor and file."""
+    try:
+        yield
+    except LemaError:
+        raise
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise TransferError(f"{granule.reads[0].path}: {shown(granule.names)}: {doing} failed: {reason}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,33 +13,46 @@ from lema_core.device import map_ram
 from lema_core.store.disk import DiskReader
 from lema_core.store.granules import SECTOR_BYTES
 
+if TYPE_CHECKING:
+    from lema_core.checkpoint import TensorInfo
+
 _BOUNCE_BYTES = 1 << 20
 
 
-class RowCache:
-    """The rows used most recently of one [V, C] tensor, in storage format. ``n_rows`` is the region's capacity."""
+def bounce_bytes(info: TensorInfo) -> int:
+    """Sector-aligned bytes that rows of [V, C] ``info`` are read into: one row at least, the whole tensor at most."""
+    row_bytes = info.shape[1] * info.dtype.itemsize
+    wanted = max(row_bytes, min(_BOUNCE_BYTES, info.shape[0] * row_bytes))
+    return -(-wanted // SECTOR_BYTES) * SECTOR_BYTES + 2 * SECTOR_BYTES
 
-    def __init__(self, info, reader: DiskReader, n_rows: int) -> None:
+
+class RowCache:
+    """The rows used most recently of one [V, C] tensor, in storage format.
+
+    ``n_rows`` is the region's capacity; ``bounce``: uint8, at least :func:`bounce_bytes`, aligned to SECTOR_BYTES, and
+    possibly shared.
+    """
+
+    def __init__(self, info: TensorInfo, reader: DiskReader, n_rows: int, bounce: Tensor) -> None:
         self._info = info
         self._reader = reader
         self._row_bytes = info.shape[1] * info.dtype.itemsize
         self.n_rows = min(n_rows, info.shape[0])
         self._rows = map_ram(self.n_rows * self._row_bytes)[: self.n_rows * self._row_bytes]
         self._rows = self._rows.view(info.dtype).view(self.n_rows, info.shape[1])
-        bounce_bytes = max(_BOUNCE_BYTES, -(-self._row_bytes // SECTOR_BYTES) * SECTOR_BYTES + 2 * SECTOR_BYTES)
-        self._bounce = map_ram(bounce_bytes)
-        self._bounce_memory = memoryview((ctypes.c_char * bounce_bytes).from_address(self._bounce.data_ptr())).cast("B")
+        self._bounce = bounce
+        self._bounce_memory = memoryview((ctypes.c_char * len(bounce)).from_address(bounce.data_ptr())).cast("B")
         self._slots: OrderedDict[int, int] = OrderedDict()
         self._ever_filled = 0
         self.bytes_read = 0
 
     @property
     def bytes_now(self) -> int:
-        return len(self._slots) * self._row_bytes + len(self._bounce)
+        return len(self._slots) * self._row_bytes
 
     @property
     def peak_bytes(self) -> int:
-        return self._ever_filled * self._row_bytes + len(self._bounce)
+        return self._ever_filled * self._row_bytes
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """int64 ids [N] on the CPU -> rows [N, C] as ``dtype``. Ids must lie in 0 .. V-1."""
@@ -49,6 +63,11 @@ class RowCache:
             self._fetch(sorted(set(wanted)))
             target.copy_(self._rows[torch.tensor([self._slots[row] for row in wanted])])
         return out
+
+    def free(self) -> None:
+        """Give the region's memory back."""
+        self._rows = self._rows[:0].clone()
+        self._slots.clear()
 
     def _fetch(self, rows: list[int]) -> None:
         missing = []

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from lema_core.device import Device
+from lema_core.device import Device, map_ram
 from lema_core.errors import BudgetError, PlanError
 from lema_core.store.disk import DiskReader
 from lema_core.store.engine import StepPlan, TransferEngine
 from lema_core.store.granules import MAX_GRANULE_BYTES, GranuleLayout, Part, StreamedTensor, lay_out
-from lema_core.store.rows import RowCache
+from lema_core.store.rows import RowCache, bounce_bytes
 from lema_core.store.trace import Trace
 from lema_core.store.window import Window
 
@@ -69,14 +69,19 @@ class StreamedModel:
         return min(most, max(_MIN_ROWS, _ROWS_BYTES // max(1, self.row_bytes)))
 
     @property
+    def bounce_bytes(self) -> int:
+        """What rows are read into on their way to the region."""
+        return max(map(bounce_bytes, self.embeddings.values()), default=0)
+
+    @property
     def smallest_bytes(self) -> int:
         """The least a window can be: one granule and a few rows."""
-        return self.layout.slot_bytes + min(_MIN_ROWS, self.default_rows()) * self.row_bytes
+        return self.layout.slot_bytes + min(_MIN_ROWS, self.default_rows()) * self.row_bytes + self.bounce_bytes
 
     @property
     def total_bytes(self) -> int:
         """A window that holds everything."""
-        return self.layout.total_bytes + self.default_rows() * self.row_bytes
+        return self.layout.total_bytes + self.default_rows() * self.row_bytes + self.bounce_bytes
 
     def sizes(self, ram_bytes: int | None, device_bytes: int | None, device_shares_ram: bool) -> WindowSizes:
         """Slots for budgets in bytes (None: everything). Raises BudgetError when not even one granule fits."""
@@ -89,6 +94,7 @@ class StreamedModel:
                     f"weights_ram gives {ram_bytes:,} bytes; the smallest window needs {self.smallest_bytes:,} "
                     f"(one granule of {slot_bytes:,} and a few embedding rows); raise weights_ram"
                 )
+            ram_bytes -= self.bounce_bytes
             beside = max(ram_bytes // 8, ram_bytes - n * slot_bytes)
             rows = max(min(_MIN_ROWS, rows), min(rows, min(beside, ram_bytes - slot_bytes) // max(1, self.row_bytes)))
         ram_slots = n if ram_bytes is None else min(n, (ram_bytes - rows * self.row_bytes) // slot_bytes)
@@ -197,10 +203,13 @@ class TensorStore:
         else:
             slab = device.allocate(sizes.device_slots * slot_bytes)
             self._near, self._far = Window(slab, sizes.device_slots, slot_bytes), ram
+        bounce = map_ram(model.bounce_bytes)
+        self._rows = {
+            name: RowCache(info, self._reader, sizes.n_rows, bounce) for name, info in model.embeddings.items()
+        }
         self._engine = TransferEngine(
             self._layout.granules, self._reader, device, self._near, self._far, prefetch_distance
         )
-        self._rows = {name: RowCache(info, self._reader, sizes.n_rows) for name, info in model.embeddings.items()}
         self._position = 0
         self._trace: Trace | None = None
         self._step_start = (0, 0, 0.0)
@@ -245,14 +254,14 @@ class TensorStore:
     def stats(self) -> dict[str, StoreStats]:
         """Figures per kind of stream; ``read_bytes``, ``copied_bytes`` and ``wait_s`` of the present or latest step."""
         ram = self._near if self._far is None else self._far
-        rows = self._rows.values()
+        rows, bounce = self._rows.values(), self.model.bounce_bytes
         before = self._step_start
         read, copied, waited = self._totals()
         far = self._far is not None
         weights = StoreStats(
-            ram_now_bytes=ram.bytes_now + sum(r.bytes_now for r in rows),
-            ram_peak_bytes=ram.peak_bytes + sum(r.peak_bytes for r in rows),
-            ram_window_bytes=ram.n_slots * ram.slot_bytes + self.sizes.n_rows * self.model.row_bytes,
+            ram_now_bytes=ram.bytes_now + sum(r.bytes_now for r in rows) + bounce,
+            ram_peak_bytes=ram.peak_bytes + sum(r.peak_bytes for r in rows) + bounce,
+            ram_window_bytes=ram.n_slots * ram.slot_bytes + self.sizes.n_rows * self.model.row_bytes + bounce,
             device_now_bytes=self._near.bytes_now if far else 0,
             device_peak_bytes=self._near.peak_bytes if far else 0,
             device_window_bytes=self._near.n_slots * self._near.slot_bytes if far else 0,
@@ -274,13 +283,19 @@ class TensorStore:
         return self._near.peak_bytes // self._near.slot_bytes, far
 
     def close(self) -> None:
-        """Stop the threads and free the slabs; safe to call twice."""
+        """Stop the threads, free the slabs, close the files; safe to call twice.
+
+        What a thread that hangs in a read still works with stays until it is back.
+        """
         if not self.closed:
             self.closed = True
             self._engine.close()
+            self.device.close()
             if not self._engine.stuck:
                 self._reader.close()
-            self.device.close()
+                for region in (self._near, self._far, *self._rows.values()):
+                    if region is not None:
+                        region.free()
 
     def __enter__(self) -> TensorStore:
         return self

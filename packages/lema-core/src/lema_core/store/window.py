@@ -29,6 +29,11 @@ class Window:
         address = self._slab.data_ptr() + index * self.slot_bytes
         return memoryview((ctypes.c_char * self.slot_bytes).from_address(address)).cast("B")
 
+    def free(self) -> None:
+        """Give the slab back; only when nothing fills it any more."""
+        self._slab = self._slab[:0].clone()
+        self._granules = [None] * self.n_slots
+
     def begin_fill(self, index: int) -> None:
         """From now on the slot holds nothing that may be read."""
         self.generations[index] += 1

@@ -21,27 +21,22 @@ from lema_core.errors import BudgetError
 _POISON = 0xFF  # every byte 0xFF is NaN in fp32, fp16 and bf16
 
 
-class _CopyEvent:
+class _Event:
+    """``done`` once what it stands for is over. ``slots`` are poisoned when it is."""
+
     def __init__(self) -> None:
         self.done = Flag()
+        self.due = 0.0
+        self.slots: list[Tensor] = []
         self.error: BaseException | None = None
-
-
-class _ComputeEvent:
-    """Compute queued before it is over at ``due``."""
-
-    def __init__(self, due: float) -> None:
-        self.due = due
-
-    def wait(self) -> None:
-        while (left := self.due - time.perf_counter()) > 0:
-            time.sleep(left)
 
 
 class SimulatedAccelerator:
     """Device whose compute is this CPU's; ``bytes_per_s`` None copies as fast as it can.
 
-    ``fail_at_copy``: the number of a copy (from 0) that raises ``RuntimeError``, for tests of error propagation.
+    Compute computes at once, and is taken to read its operands for ``compute_lag_s`` more. ``fail_at_copy``: the number
+    of a copy (from 0) that raises ``RuntimeError``, for tests of error propagation. ``copies`` counts those made;
+    ``overwrites_while_read`` those that hit a slot before its last reader was over, which a right engine never does.
     """
 
     shares_ram = False
@@ -61,11 +56,16 @@ class SimulatedAccelerator:
         self._latency_s = latency_s
         self._compute_lag_s = compute_lag_s
         self._fail_at_copy = fail_at_copy
-        self._reading: dict[int, _ComputeEvent] = {}
+        self._readers: dict[int, _Event] = {}
         self._lock = Lock()
-        self._queue: SimpleQueue = SimpleQueue()
-        self._engine = Thread(target=self._run, name="simulated-copy-engine", daemon=True)
-        self._engine.start()
+        self._copy_jobs: SimpleQueue = SimpleQueue()
+        self._compute_jobs: SimpleQueue = SimpleQueue()
+        self._threads = [
+            Thread(target=self._serve_copies, name="simulated-copy-engine", daemon=True),
+            Thread(target=self._serve_compute, name="simulated-compute", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
         self.copies = 0
         self.overwrites_while_read = 0
 
@@ -83,42 +83,60 @@ class SimulatedAccelerator:
     def allocate_ram(self, nbytes: int) -> Tensor:
         return map_ram(nbytes)
 
-    def copy(self, target: Tensor, source: Tensor, after: _ComputeEvent | None) -> _CopyEvent:
-        event = _CopyEvent()
-        self._queue.put((event, target, source, after))
+    def copy(self, target: Tensor, source: Tensor, after: _Event | None) -> _Event:
+        event = _Event()
+        self._copy_jobs.put((event, target, source, after))
         return event
 
-    def record(self) -> _ComputeEvent:
-        return _ComputeEvent(time.perf_counter() + self._compute_lag_s)
+    def record(self) -> _Event:
+        event = _Event()
+        if self._compute_lag_s:
+            event.due = time.perf_counter() + self._compute_lag_s
+            self._compute_jobs.put(event)
+        else:
+            event.done.set()
+        return event
 
-    def compute_wait(self, event: _CopyEvent) -> None:
+    def compute_wait(self, event: _Event) -> None:
+        self.host_wait(event)
+
+    def host_wait(self, event: _Event) -> None:
         event.done.wait()
         if event.error is not None:
             raise event.error
 
-    def host_wait(self, event: _CopyEvent) -> None:
-        event.done.wait()
-
-    def discard(self, slot: Tensor, after: _ComputeEvent) -> None:
+    def discard(self, slot: Tensor, after: _Event) -> None:
         with self._lock:
-            self._reading[slot.data_ptr()] = after
-        self._queue.put((None, slot, None, after))
+            self._readers[slot.data_ptr()] = after
+            if after.done.is_set():
+                slot.fill_(_POISON)
+            else:
+                after.slots.append(slot)
 
     def free_bytes(self) -> int | None:
         return self._capacity_bytes - self._allocated_bytes
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._engine.join()
+        self._copy_jobs.put(None)
+        self._compute_jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._allocated_bytes = 0
 
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
+    def _serve_compute(self) -> None:
+        while (event := self._compute_jobs.get()) is not None:
+            while (left := event.due - time.perf_counter()) > 0:
+                time.sleep(left)
+            with self._lock:
+                for slot in event.slots:
+                    slot.fill_(_POISON)
+                event.done.set()
+
+    def _serve_copies(self) -> None:
+        while (job := self._copy_jobs.get()) is not None:
             event, target, source, after = job
             if after is not None:
-                after.wait()
-            if source is None:
-                target.fill_(_POISON)
-                continue
+                after.done.wait()
             try:
                 self._copy(target, source)
             except RuntimeError as error:
@@ -127,10 +145,10 @@ class SimulatedAccelerator:
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         with self._lock:
-            reading = self._reading.pop(target.data_ptr(), None)
-        if reading is not None and reading.due > time.perf_counter():
-            self.overwrites_while_read += 1
-        number, self.copies = self.copies, self.copies + 1
+            reader = self._readers.pop(target.data_ptr(), None)
+            if reader is not None and not reader.done.is_set():
+                self.overwrites_while_read += 1
+            number, self.copies = self.copies, self.copies + 1
         if number == self._fail_at_copy:
             raise RuntimeError(f"simulated accelerator: copy {number} failed")
         duration = self._latency_s + (target.numel() / self._bytes_per_s if self._bytes_per_s else 0.0)
