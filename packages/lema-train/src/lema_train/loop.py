@@ -27,7 +27,7 @@ class LoopOptions:
 
 @dataclass
 class LoopEvents:
-    """Who is told what. ``stop()`` is asked after each step; True ends the run after a save."""
+    """Who is told what. ``stop()`` is asked after each step and its evaluation; True ends the run after a save."""
 
     step: Callable[[dict[str, Any]], None] = lambda metrics: None
     saved: Callable[[Path, int], None] = lambda path, step: None
@@ -59,9 +59,9 @@ def run_training(trainer: Trainer, loader: BatchLoader, options: LoopOptions, ev
         result.losses.append(metrics["loss"])
         events.step(metrics)
         at_end = trainer.step == options.total_steps
-        result.stopped = not at_end and events.stop()
         if events.evaluate is not None and options.eval_steps and trainer.step % options.eval_steps == 0 and not at_end:
             events.evaluate(trainer.step)
+        result.stopped = not at_end and events.stop()
         if at_end or result.stopped or (options.save_steps and trainer.step % options.save_steps == 0):
             result.checkpoint = save(trainer, options, events)
         if result.stopped:

@@ -28,6 +28,13 @@ def refuse_earlier_run(output_dir: str | Path, resume: str) -> None:
         )
 
 
+def finite_or_null(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` for a JSON file: JSON has no NaN and no infinity, so they become null."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
+    }
+
+
 class MetricsWriter:
     """Appends to ``output_dir/metrics.jsonl``; a line is in the file as soon as :meth:`write` returns.
 
@@ -49,12 +56,8 @@ class MetricsWriter:
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append one step. JSON has no NaN and no infinity: they are written as null."""
-        values = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in metrics.items()
-        }
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+        """Append one step; see :func:`finite_or_null`."""
+        self._file.write(json.dumps(finite_or_null(metrics), allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()

@@ -13,7 +13,7 @@ from lema.config import LemaConfig
 from lema.display import TrainingDisplay
 from lema.evaluation import Evaluation, evaluate_dataset
 from lema.interrupts import StopRequest
-from lema.metrics import MetricsWriter, refuse_earlier_run
+from lema.metrics import MetricsWriter, finite_or_null, refuse_earlier_run
 from lema.model import LemaModel
 from lema_core.errors import CheckpointError
 from lema_core.memory import anonymous_bytes, peak_rss_bytes
@@ -26,26 +26,30 @@ from lema_train.trainer import Trainer
 
 
 def train(config: LemaConfig) -> dict[str, Any]:
-    """Fine-tune, save, evaluate. Writes metrics.jsonl, summary.json and checkpoints below ``output_dir``."""
-    output_dir = Path(config.output_dir).absolute()
-    refuse_earlier_run(output_dir, config.resume)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    display = TrainingDisplay()
-    for line in clean_leftovers(output_dir):
-        display.message(line)
-    with _opened(config) as model:
-        selected = model.initialize_lora()
-        train_rows, eval_rows = _datasets(model, config, output_dir)
-        model.expect_tokens(max(train_rows.lengths))
-        plan = BatchPlan(train_rows.lengths, config.batch_size, config.gradient_accumulation_steps, config.seed)
-        total_steps = config.max_steps or config.num_epochs * plan.steps_per_epoch
-        trainer = model.get_trainer(total_steps=total_steps, say=display.message)
-        loader = BatchLoader(train_rows, plan, model.tokenizer.fill_id)
-        _resume(trainer, loader, config, output_dir, display)
-        check_free_space(output_dir, trainer.checkpoint_bytes())
-        display.message(_heading(model, selected, train_rows, total_steps))
-        display.message("row 0, trained parts in brackets:\n" + describe_sample(train_rows[0], model.tokenizer))
-        return _train(model, trainer, loader, eval_rows, total_steps, output_dir, display)
+    """Fine-tune, save, evaluate. Writes metrics.jsonl, summary.json and checkpoints below ``output_dir``.
+
+    Raises Interrupted after a signal, when the step under way is done and saved.
+    """
+    with StopRequest("steps after the newest checkpoint are not kept; go on with resume=auto") as stop:
+        output_dir = Path(config.output_dir).absolute()
+        refuse_earlier_run(output_dir, config.resume)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        display = TrainingDisplay()
+        for line in clean_leftovers(output_dir):
+            display.message(line)
+        with _opened(config) as model:
+            selected = model.initialize_lora()
+            train_rows, eval_rows = _datasets(model, config, output_dir)
+            model.expect_tokens(max(train_rows.lengths))
+            plan = BatchPlan(train_rows.lengths, config.batch_size, config.gradient_accumulation_steps, config.seed)
+            total_steps = config.max_steps or config.num_epochs * plan.steps_per_epoch
+            trainer = model.get_trainer(total_steps=total_steps, say=display.message)
+            loader = BatchLoader(train_rows, plan, model.tokenizer.fill_id)
+            _resume(trainer, loader, config, output_dir, display)
+            check_free_space(output_dir, trainer.checkpoint_bytes())
+            display.message(_heading(model, selected, train_rows, total_steps))
+            display.message("row 0, trained parts in brackets:\n" + describe_sample(train_rows[0], model.tokenizer))
+            return _train(model, trainer, loader, eval_rows, total_steps, output_dir, display, stop)
 
 
 def _train(
@@ -56,6 +60,7 @@ def _train(
     total_steps: int,
     output_dir: Path,
     display: TrainingDisplay,
+    stop: StopRequest,
 ) -> dict[str, Any]:
     config, hook = model.config, get_plugin_manager().hook
     evaluations: dict[str, Evaluation] = {}
@@ -77,50 +82,54 @@ def _train(
     hook.lema_run_started(config=config)
     writer = MetricsWriter(output_dir, trainer.step, display.message)
     first_step, started = trainer.step, time.perf_counter()
-    with StopRequest(display.message) as stop:
-        try:
-            if config.eval_at_start and trainer.step == 0:
-                evaluate_now("before")
-            training_started = time.perf_counter()
-            display.start(total_steps, trainer.step, _budgets(model))
-            events = LoopEvents(
-                finished, saved, lambda step: evaluate_now(f"step {step}"), stop.requested, display.message
-            )
-            options = LoopOptions(
-                output_dir, total_steps, config.save_steps, config.save_total_limit, config.eval_steps
-            )
+    try:
+        if config.eval_at_start and trainer.step == 0:
+            evaluate_now("before")
+        training_started = time.perf_counter()
+        display.start(total_steps, trainer.step, _budgets(model))
+        events = LoopEvents(
+            finished,
+            saved,
+            lambda step: stop.unless_stopped(lambda: evaluate_now(f"step {step}")),
+            stop.requested,
+            display.message,
+        )
+        options = LoopOptions(output_dir, total_steps, config.save_steps, config.save_total_limit, config.eval_steps)
+        with stop.finishing_steps():
             result = run_training(trainer, loader, options, events)
             train_s = time.perf_counter() - training_started
             display.stop()
-            if not result.stopped:
-                evaluate_now("after")
-        finally:
-            display.stop()
-            writer.close()
-        summary = {
-            "task": "train",
-            "model": config.model_name_or_path,
-            "steps": trainer.step,
-            "steps_this_run": trainer.step - first_step,
-            "skipped_steps": trainer.skipped_steps,
-            "tokens": trainer.tokens,
-            **_losses(result),
-            **(evaluations["before"].summary("_before") if "before" in evaluations else {}),
-            **(evaluations["after"].summary("_after") if "after" in evaluations else {}),
-            "train_s": train_s,
-            "total_s": time.perf_counter() - started,
-            **_memory(model),
-            "example": evaluations["after"].example if "after" in evaluations else None,
-            "checkpoint": str(result.checkpoint or _newest(output_dir)),
-        }
-        write_json(output_dir / "summary.json", summary)
-        stop.raise_if_stopped(result.stopped, result.checkpoint)
+            stop.unless_stopped(lambda: evaluate_now("after"))
+            checkpoint = result.checkpoint or latest_complete(output_dir).path
+            summary = {
+                "task": "train",
+                "model": config.model_name_or_path,
+                "steps": trainer.step,
+                "steps_this_run": trainer.step - first_step,
+                "skipped_steps": trainer.skipped_steps,
+                "tokens": trainer.tokens,
+                **_losses(result),
+                **(evaluations["before"].summary("_before") if "before" in evaluations else {}),
+                **(evaluations["after"].summary("_after") if "after" in evaluations else {}),
+                "train_s": train_s,
+                "total_s": time.perf_counter() - started,
+                **_memory(model),
+                "example": evaluations["after"].example if "after" in evaluations else None,
+                "checkpoint": None if checkpoint is None else str(checkpoint),
+            }
+            write_json(output_dir / "summary.json", finite_or_null(summary))
+    finally:
+        display.stop()
+        writer.close()
+    stop.raise_if_requested(
+        f"the run is saved in {checkpoint}; go on with resume=auto" if result.stopped else "the run was over"
+    )
     return summary
 
 
 def evaluate(config: LemaConfig) -> dict[str, Any]:
     """Loss, perplexity and exact match on ``eval_file``, or on the held-out share of ``train_file``."""
-    with _opened(config) as model:
+    with StopRequest(), _opened(config) as model:
         if config.lora_path is not None:
             model.load_lora(config.lora_path)
         rows = _evaluation_rows(model, config)
@@ -140,7 +149,7 @@ def evaluate(config: LemaConfig) -> dict[str, Any]:
 def generate(config: LemaConfig) -> dict[str, Any]:
     """Answer ``prompt``, printed as it comes. With a chat template the prompt is a user's message, unless
     ``chat=false``."""
-    with _opened(config) as model:
+    with StopRequest(), _opened(config) as model:
         if config.lora_path is not None:
             model.load_lora(config.lora_path)
         tokenizer = model.tokenizer
@@ -151,14 +160,14 @@ def generate(config: LemaConfig) -> dict[str, Any]:
             ids = tokenizer.encode(config.prompt)
         model.expect_tokens(len(ids))
         started = time.perf_counter()
-        pieces: list[str] = []
 
         def show(piece: str) -> None:
-            pieces.append(piece)
             print(piece, end="", flush=True)
 
-        model.continue_text(ids, tokenizer, config.max_new_tokens, on_text=show)
-        print(flush=True)
+        try:
+            model.continue_text(ids, tokenizer, config.max_new_tokens, on_text=show)
+        finally:
+            print(flush=True)
         return {"task": "generate", "seconds_s": time.perf_counter() - started, **_memory(model)}
 
 
@@ -245,10 +254,6 @@ def _memory(model: LemaModel) -> dict[str, int]:
 def _losses(result: LoopResult) -> dict[str, float | None]:
     losses = result.losses
     return {"loss_first": losses[0] if losses else None, "loss_last": losses[-1] if losses else None}
-
-
-def _newest(output_dir: Path) -> Path | None:
-    return latest_complete(output_dir).path
 
 
 def _in_words(evaluation: Evaluation) -> str:
