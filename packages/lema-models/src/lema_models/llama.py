@@ -155,7 +155,7 @@ class LlamaAdapter(ModelAdapter):
         x_BTC = x_BTC + self._attention(ops, layer, h_BTC, ctx)
         h_BTC = ops.rms_norm(x_BTC, f"{prefix}.post_attention_layernorm.weight", eps)
         gate_BTF, up_BTF = ops.linears(h_BTC, [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"], ctx.dropout)
-        return x_BTC + ops.linear(F.silu(gate_BTF) * up_BTF, f"{prefix}.mlp.down_proj", ctx.dropout)
+        return ops.block_output(x_BTC, F.silu(gate_BTF) * up_BTF, f"{prefix}.mlp.down_proj", ctx.dropout)
 
     def _attention(self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
         c, prefix = self.config, f"model.layers.{layer}.self_attn"

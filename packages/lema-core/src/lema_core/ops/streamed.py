@@ -39,16 +39,30 @@ class StreamedOps:
         self.dtype = dtype
         self.updates = updates
         self.biased = biased
+        #: a block runs again for its gradient; see block_output
+        self.recomputing = False
 
-    def linears(self, x_BTK: Tensor, modules: Sequence[str], dropout: DropoutKey | None = None) -> list[Tensor]:
+    def linears(
+        self, x_BTK: Tensor, modules: Sequence[str], dropout: DropoutKey | None = None, values: bool = True
+    ) -> list[Tensor]:
         """``[W x + b + low-rank update for each module]`` of one input, given together so that they can be computed
-        together."""
+        together. Without ``values`` only their graph is made."""
         updates = [self.updates[name] for name in modules if name in self.updates]
         low_rank = [tensor for update in updates for tensor in (update.lora_A, update.lora_B)]
         leading = x_BTK.shape[:-1]
         x_NK = x_BTK.reshape(-1, x_BTK.shape[-1])
-        outputs = _Linears.apply(self, tuple(modules), dropout, x_NK, *low_rank)
+        outputs = _Linears.apply(self, tuple(modules), dropout, values, x_NK, *low_rank)
         return [y.view(*leading, y.shape[-1]) for y in outputs]
+
+    def block_output(
+        self, residual_BTC: Tensor, x_BTK: Tensor, module: str, dropout: DropoutKey | None = None
+    ) -> Tensor:
+        """``residual + linear(x)``: what a block returns, and nothing else reads.
+
+        While a block is recomputed for its gradient, only the graph of this sum is needed: the product is left out and the
+        values are undefined.
+        """
+        return residual_BTC + self.linears(x_BTK, [module], dropout, values=not self.recomputing)[0]
 
     def linear(self, x_BTK: Tensor, module: str, dropout: DropoutKey | None = None) -> Tensor:
         return self.linears(x_BTK, [module], dropout)[0]
@@ -103,6 +117,7 @@ class _Linears(torch.autograd.Function):
         ops: StreamedOps,
         modules: tuple[str, ...],
         dropout: DropoutKey | None,
+        values: bool,
         x_NK: Tensor,
         *low_rank: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -111,18 +126,12 @@ class _Linears(torch.autograd.Function):
         projected: list[Tensor] = []
         outputs = []
         for module in modules:
-            parts = ops.weights.parts(f"{module}.weight")
-            y_ON = torch.empty(parts[-1].stop, x_KN.shape[1], dtype=x_KN.dtype, device=x_KN.device)
-            for part in parts:
-                with ops.weights.borrow(part) as weight:
-                    ops.kernel.forward(weight, x_KN, y_ON[part.start : part.stop])
-            if ops.has_bias(module):
-                y_ON += ops.vector(f"{module}.bias").to(y_ON.dtype).unsqueeze(1)
             update = ops.updates.get(module)
             if update is not None:
-                a_rN = update.lora_A.detach().to(x_KN.dtype) @ _dropped(x_KN, update, dropout, module)
-                y_ON.addmm_(update.lora_B.detach().to(x_KN.dtype), a_rN, alpha=update.scale)
-                projected.append(a_rN)
+                projected.append(update.lora_A.detach().to(x_KN.dtype) @ _dropped(x_KN, update, dropout, module))
+            y_ON = _product(ops, module, x_KN) if values else _no_values(ops, module, x_KN)
+            if values and update is not None:
+                y_ON.addmm_(update.lora_B.detach().to(x_KN.dtype), projected[-1], alpha=update.scale)
             outputs.append(y_ON.t())
         ctx.save_for_backward(x_KN if low_rank else None, *projected)
         return tuple(outputs)
@@ -131,7 +140,7 @@ class _Linears(torch.autograd.Function):
     def backward(ctx: Any, *dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         ops, modules, dropout = ctx.ops, ctx.modules, ctx.dropout
         x_KN, *projected = ctx.saved_tensors
-        needs_dx = ctx.needs_input_grad[3]
+        needs_dx = ctx.needs_input_grad[4]
         dx_KN: Tensor | None = None
         low_rank_grads: list[Tensor | None] = []
         for module, dy in zip(reversed(modules), reversed(dy_NO), strict=True):
@@ -159,10 +168,27 @@ class _Linears(torch.autograd.Function):
                 else:
                     dx_KN.addmm_(a_Kr, da_rN)
         dx_NK = dx_KN.t() if dx_KN is not None else None
-        return None, None, None, dx_NK, *reversed(low_rank_grads)
+        return None, None, None, None, dx_NK, *reversed(low_rank_grads)
 
 
 def _dropped(x_KN: Tensor, update: LowRankUpdate, dropout: DropoutKey | None, module: str) -> Tensor:
     if dropout is None or update.dropout == 0:
         return x_KN
     return x_KN * dropout.mask(f"{module}.lora", x_KN, update.dropout)
+
+
+def _product(ops: StreamedOps, module: str, x_KN: Tensor) -> Tensor:
+    """W x + b, [O, N]."""
+    parts = ops.weights.parts(f"{module}.weight")
+    y_ON = torch.empty(parts[-1].stop, x_KN.shape[1], dtype=x_KN.dtype, device=x_KN.device)
+    for part in parts:
+        with ops.weights.borrow(part) as weight:
+            ops.kernel.forward(weight, x_KN, y_ON[part.start : part.stop])
+    if ops.has_bias(module):
+        y_ON += ops.vector(f"{module}.bias").to(y_ON.dtype).unsqueeze(1)
+    return y_ON
+
+
+def _no_values(ops: StreamedOps, module: str, x_KN: Tensor) -> Tensor:
+    """The shape of a product, [O, N], without memory behind it."""
+    return x_KN.new_zeros(()).expand(ops.weights.parts(f"{module}.weight")[-1].stop, x_KN.shape[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -76,17 +77,17 @@ class ModelRunner:
         n_targets = total_targets(batches)
         if n_targets == 0:
             raise DataError("every label of this step is masked: there is nothing to learn from")
+
+        def compute(ops: StreamedOps, batch: TokenBatch, index: int = 0) -> Tensor:
+            return self._train_micro_batch(ops, batch, how, DropoutKey(how.seed, step, index), 1.0 / n_targets)
+
+        key = ("train", how.first_layer, how.recompute)
         vocab = self.adapter.vocab_size
-        key = ("train", how.first_layer, how.recompute, tuple(n_chunks(b.n_targets, vocab) for b in batches))
-
-        def compute(ops: StreamedOps, batches: Sequence[TokenBatch]) -> list[Tensor]:
-            return [
-                self._train_micro_batch(ops, batch, how, DropoutKey(how.seed, step, index), 1.0 / n_targets)
-                for index, batch in enumerate(batches)
-                if batch.n_targets
-            ]
-
-        return sum(loss.item() for loss in self._run(key, compute, batches)) / n_targets
+        learning = [(index, batch) for index, batch in enumerate(batches) if batch.n_targets]
+        traces = [self.trace((*key, n_chunks(batch.n_targets, vocab)), compute, batch) for _, batch in learning]
+        with self._step(_one_after_another(traces)):
+            losses = [compute(self._ops, batch, index) for index, batch in learning]
+        return sum(loss.item() for loss in losses) / n_targets
 
     def _train_micro_batch(
         self, ops: StreamedOps, batch: TokenBatch, how: TrainPass, dropout: DropoutKey, scale: float
@@ -103,27 +104,33 @@ class ModelRunner:
                         inputs[layer] = x_BTC
                     x_BTC = adapter.block(ops, layer, x_BTC, ctx)
                 else:
-                    kept[layer] = self._with_graph(ops, layer, x_BTC, ctx, how)
+                    kept[layer] = self._with_graph(ops, layer, x_BTC, ctx, how, again=False)
                     x_BTC = kept[layer][1].detach()
         positions, targets = (t.to(x_BTC.device) for t in batch.supervised)
         loss, dx = head_loss(adapter, ops, x_BTC.reshape(-1, x_BTC.shape[-1]), positions, targets, scale)
         dx_BTC = dx.view(x_BTC.shape)
         del x_BTC, dx
         for layer in range(last, how.first_layer - 1, -1):
-            x_in, x_out = (
-                kept.pop(layer) if layer in kept else self._with_graph(ops, layer, inputs.pop(layer), ctx, how)
-            )
+            if layer in kept:
+                x_in, x_out = kept.pop(layer)
+            else:
+                x_in, x_out = self._with_graph(ops, layer, inputs.pop(layer), ctx, how, again=True)
             torch.autograd.backward(x_out, dx_BTC)
             dx_BTC = x_in.grad
             del x_in, x_out
         return loss
 
     def _with_graph(
-        self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext, how: TrainPass
+        self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext, how: TrainPass, again: bool
     ) -> tuple[Tensor, Tensor]:
+        """A block's input and output with the graph between them; ``again``: its output's values are known already."""
         x_in = x_BTC.detach().requires_grad_(layer > how.first_layer)
-        with torch.enable_grad():
-            return x_in, self.adapter.block(ops, layer, x_in, ctx)
+        ops.recomputing = again
+        try:
+            with torch.enable_grad():
+                return x_in, self.adapter.block(ops, layer, x_in, ctx)
+        finally:
+            ops.recomputing = False
 
     # -- evaluation
 
@@ -133,28 +140,28 @@ class ModelRunner:
         if batch.n_targets == 0:
             return 0.0, 0
 
-        def compute(ops: StreamedOps, batches: Sequence[TokenBatch]) -> Tensor:
-            x_BTC = self._hidden(ops, batches[0], self._context(ops, batches[0]))
-            positions, targets = (t.to(x_BTC.device) for t in batches[0].supervised)
+        def compute(ops: StreamedOps, batch: TokenBatch) -> Tensor:
+            x_BTC = self._hidden(ops, batch, self._context(ops, batch))
+            positions, targets = (t.to(x_BTC.device) for t in batch.supervised)
             return head_loss(self.adapter, ops, x_BTC.reshape(-1, x_BTC.shape[-1]), positions, targets, None)[0]
 
         key = ("evaluate", n_chunks(batch.n_targets, self.adapter.vocab_size))
-        return self._run(key, compute, [batch]).item(), batch.n_targets
+        return self._run(key, compute, batch).item(), batch.n_targets
 
     @torch.no_grad()
     def logits(self, batch: TokenBatch) -> Tensor:
         """fp32 [B, T, V] on the CPU, without dropout."""
         b, t = batch.input_ids.shape
 
-        def compute(ops: StreamedOps, batches: Sequence[TokenBatch]) -> Tensor:
-            x_BTC = self._hidden(ops, batches[0], self._context(ops, batches[0]))
+        def compute(ops: StreamedOps, batch: TokenBatch) -> Tensor:
+            x_BTC = self._hidden(ops, batch, self._context(ops, batch))
             chunks = x_BTC.reshape(-1, x_BTC.shape[-1]).split(chunk_tokens(self.adapter.vocab_size))
             out_NV = torch.empty(b * t, self.adapter.vocab_size, device="meta" if x_BTC.is_meta else "cpu")
             for chunk_nC, out_nV in zip(chunks, out_NV.split(chunk_tokens(self.adapter.vocab_size)), strict=True):
                 out_nV.copy_(self.adapter.head(ops, chunk_nC))
             return out_NV.view(b, t, -1)
 
-        return self._run(("logits", n_chunks(b * t, self.adapter.vocab_size)), compute, [batch])
+        return self._run(("logits", n_chunks(b * t, self.adapter.vocab_size)), compute, batch)
 
     @torch.no_grad()
     def next_logits(self, batch: TokenBatch, cache: KVCache) -> Tensor:
@@ -163,13 +170,13 @@ class ModelRunner:
         ``batch.attention_mask`` covers cached and new tokens; the new ones are the last ``input_ids.shape[1]``.
         """
 
-        def compute(ops: StreamedOps, batches: Sequence[TokenBatch]) -> Tensor:
-            held = None if batches[0].input_ids.is_meta else cache
-            ctx = self._context(ops, batches[0], cache=held)
-            x_BTC = self._hidden(ops, batches[0], ctx)
+        def compute(ops: StreamedOps, batch: TokenBatch) -> Tensor:
+            held = None if batch.input_ids.is_meta else cache
+            ctx = self._context(ops, batch, cache=held)
+            x_BTC = self._hidden(ops, batch, ctx)
             return self.adapter.head(ops, x_BTC[:, -1]).float()
 
-        return self._run(("generate",), compute, [batch]).cpu()
+        return self._run(("generate",), compute, batch).cpu()
 
     def _hidden(self, ops: StreamedOps, batch: TokenBatch, ctx: ForwardContext) -> Tensor:
         x_BTC = self.adapter.embed(ops, batch.input_ids, ctx)
@@ -193,15 +200,9 @@ class ModelRunner:
         self.adapter.prepare(ctx)
         return ctx
 
-    def _run(
-        self,
-        key: Hashable,
-        compute: Callable[[StreamedOps, Sequence[TokenBatch]], T],
-        batches: Sequence[TokenBatch],
-    ) -> T:
-        trace = self.trace(key, compute, batches)
-        with self._step(trace):
-            return compute(self._ops, batches)
+    def _run(self, key: Hashable, compute: Callable[[StreamedOps, TokenBatch], T], batch: TokenBatch) -> T:
+        with self._step(self.trace(key, compute, batch)):
+            return compute(self._ops, batch)
 
     @contextmanager
     def _step(self, trace: Trace):
@@ -213,14 +214,9 @@ class ModelRunner:
             self.store.abort_step()
             raise
 
-    def trace(
-        self,
-        key: Hashable,
-        compute: Callable[[StreamedOps, Sequence[TokenBatch]], object],
-        batches: Sequence[TokenBatch],
-    ) -> Trace:
-        """The accesses of one step, from a run on the meta device; kept by ``key``, which holds all that they depend
-        on."""
+    def trace(self, key: Hashable, compute: Callable[[StreamedOps, TokenBatch], object], batch: TokenBatch) -> Trace:
+        """The accesses of one micro-batch, from a run on the meta device; kept by ``key``, which holds all that they
+        depend on. Such a run takes about 0.1 s per layer, so nothing is traced twice."""
         if key not in self._traces:
             recorder = TraceRecorder(self._model)
             ops = StreamedOps(
@@ -231,9 +227,14 @@ class ModelRunner:
                 {name: update.on_meta() for name, update in self._ops.updates.items()},
                 self._ops.biased,
             )
-            compute(ops, [_batch_on_meta(batch) for batch in batches])
+            compute(ops, _batch_on_meta(batch))
             self._traces[key] = recorder.trace(key)
         return self._traces[key]
+
+
+def _one_after_another(traces: Sequence[Trace]) -> Trace:
+    accesses = tuple(chain.from_iterable(trace.accesses for trace in traces))
+    return Trace(tuple(trace.key for trace in traces), accesses)
 
 
 def _batch_on_meta(batch: TokenBatch) -> TokenBatch:
