@@ -16,9 +16,10 @@ from lema_core.checkpoint import write_safetensors
 from lema_models.llama import LlamaAdapter
 
 
-def make_model(out: Path, hf_config: dict, dtype: torch.dtype, seed: int = 0) -> Path:
+def make_model(out: Path, hf_config: dict, dtype_name: str, seed: int = 0) -> Path:
     """Weights ~ N(0, 1 / sqrt(inputs)), norms 1; the memory of one tensor."""
     adapter = LlamaAdapter.from_hf_config(hf_config)
+    dtype = getattr(torch, dtype_name)
     generator = torch.Generator().manual_seed(seed)
 
     def make(shape: tuple[int, ...], role: str):
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     a = parser.parse_args()
     config = llama_config(a.hidden, a.ffn, a.layers, a.heads, a.kv_heads, a.vocab, a.dtype)
-    print(make_model(a.out, config, getattr(torch, a.dtype)))
+    print(make_model(a.out, config, a.dtype))
 
 
 if __name__ == "__main__":

@@ -53,14 +53,22 @@ def test_single_file(tmp_path: Path) -> None:
     assert manifest.folder == tmp_path and manifest.tensors.keys() == weights(1.0).keys()
 
 
-def test_index_wins_over_a_stray_file_and_says_so(tmp_path: Path) -> None:
+def test_a_single_file_wins_over_an_index_as_in_transformers_and_says_so(tmp_path: Path) -> None:
     write_sharded(tmp_path, 1.0)
     save_file(weights(2.0), tmp_path / "model.safetensors")
     save_file(weights(3.0), tmp_path / "consolidated.safetensors")
-    with pytest.warns(UserWarning, match=r"model\.safetensors is not read"):
+    with pytest.warns(UserWarning, match=r"model\.safetensors alone is read") as caught:
         manifest = read_manifest(tmp_path)
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert f"not read: {', '.join(['consolidated.safetensors', *shards])};" in str(caught[0].message)
     assert manifest.tensors.keys() == weights(1.0).keys()
-    assert all((read_tensor(info) == 1).all() for info in manifest.tensors.values())
+    assert all((read_tensor(info) == 2).all() for info in manifest.tensors.values())
+
+
+def test_files_that_an_index_does_not_name_are_not_read(tmp_path: Path) -> None:
+    write_sharded(tmp_path, 1.0)
+    save_file(weights(3.0), tmp_path / "consolidated.safetensors")
+    assert all((read_tensor(info) == 1).all() for info in read_manifest(tmp_path).tensors.values())
 
 
 def test_an_index_may_name_the_single_file(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -33,7 +33,6 @@ def train(config: LemaConfig) -> dict[str, Any]:
     with StopRequest("steps after the newest checkpoint are not kept; go on with resume=auto") as stop:
         output_dir = Path(config.output_dir).absolute()
         refuse_earlier_run(output_dir, config.resume)
-        output_dir.mkdir(parents=True, exist_ok=True)
         display = TrainingDisplay()
         for line in clean_leftovers(output_dir):
             display.message(line)
@@ -46,6 +45,7 @@ def train(config: LemaConfig) -> dict[str, Any]:
             trainer = model.get_trainer(total_steps=total_steps, say=display.message)
             loader = BatchLoader(train_rows, plan, model.tokenizer.fill_id)
             _resume(trainer, loader, config, output_dir, display)
+            _make_folder(output_dir)
             check_free_space(output_dir, trainer.checkpoint_bytes())
             display.message(_heading(model, selected, train_rows, total_steps))
             display.message("row 0, trained parts in brackets:\n" + describe_sample(train_rows[0], model.tokenizer))
@@ -184,12 +184,20 @@ def _datasets(model: LemaModel, config: LemaConfig, output_dir: Path) -> tuple[D
     """Training and evaluation rows; ``demo`` writes lema's own set below ``output_dir`` first."""
     train_file, eval_file = config.train_file, config.eval_file
     if train_file == "demo":
+        _make_folder(output_dir)
         train_path, held_out = write_demo(output_dir / "demo", seed=config.seed)
         train_file, eval_file = str(train_path), eval_file or str(held_out)
     rows = _load(model, config, train_file)
     if eval_file is not None:
         return rows, _load(model, config, eval_file)
     return split_dataset(rows, config.eval_split, config.seed) if config.eval_split else (rows, None)
+
+
+def _make_folder(output_dir: Path) -> None:
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"output_dir: {output_dir}: cannot be made: {error.strerror or error}") from error
 
 
 def _evaluation_rows(model: LemaModel, config: LemaConfig) -> Dataset:

@@ -1,7 +1,8 @@
 """The map of all tensors in a model folder, and the folder's JSON files.
 
-Which files count, in this order: ``model.safetensors.index.json`` and the shards it names; ``model.safetensors``; every
-``*.safetensors`` when no two of them hold the same name. Files that an index does not name are not read.
+Which files count, as for transformers: ``model.safetensors`` alone, also beside an index that does not name it; else
+``model.safetensors.index.json`` and the shards it names. Without an index: every ``*.safetensors``, when no two of them
+hold the same name.
 """
 
 from __future__ import annotations
@@ -57,15 +58,17 @@ def read_manifest(folder: Path) -> Manifest:
     files = weight_files(folder)
     index = folder / INDEX_NAME
     if index.is_file():
-        tensors = _read_indexed(folder, index)
-        stray = folder / SINGLE_NAME
-        if stray.is_file() and all(info.segment.path != stray for info in tensors.values()):
+        shards = _shards(index)
+        single = folder / SINGLE_NAME
+        if single.is_file() and SINGLE_NAME not in shards:
+            others = sorted(path.name for path in folder.glob("*.safetensors") if path != single)
             warnings.warn(
-                f"{folder}: {SINGLE_NAME} is not read, as {INDEX_NAME} does not name it; transformers would read it "
-                "alone: remove one of the two sets of weights",
+                f"{folder}: {SINGLE_NAME} alone is read, as transformers does, and not {INDEX_NAME} with its "
+                f"shards; not read: {shorten(others) or 'none'}; remove one of the two sets of weights",
                 stacklevel=2,
             )
-        return Manifest(folder, tensors)
+            return Manifest(folder, read_header(single).tensors)
+        return Manifest(folder, _read_shards(folder, index, shards))
     tensors = {}
     for path in files:
         for name, info in read_header(path).tensors.items():
@@ -124,7 +127,8 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_indexed(folder: Path, index: Path) -> dict[str, TensorInfo]:
+def _shards(index: Path) -> dict[str, list[str]]:
+    """The names of the tensors that each file of the index holds."""
     weight_map = _read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map is not a map of tensor names to file names; download it again")
@@ -135,7 +139,10 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, TensorInfo]:
                 f"{index}: tensor {name!r} is mapped to {file!r}; a file name in the same folder expected"
             )
         shards.setdefault(file, []).append(name)
+    return shards
 
+
+def _read_shards(folder: Path, index: Path, shards: dict[str, list[str]]) -> dict[str, TensorInfo]:
     problems: list[str] = []
     tensors: dict[str, TensorInfo] = {}
     absent_files = [file for file in shards if not (folder / file).is_file()]
