@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from lema.config import LemaConfig, MemoryStrategy
+from lema.compose import compose
+from lema.config import ABSENT, LemaConfig, MemoryStrategy
 from lema_core.errors import ConfigError
 
 
@@ -154,3 +155,11 @@ def test_options_that_contradict_each_other() -> None:
 
 def test_long_values_are_shown_in_part() -> None:
     assert len(_refusal(learning_rate="x" * 1000)) < 200
+
+
+@pytest.mark.parametrize("name", sorted(ABSENT))
+def test_an_option_of_other_versions_is_answered_with_what_there_is(name: str) -> None:
+    for ask in (lambda: LemaConfig(**{name: "x"}), lambda: compose([f"{name}=x"]), lambda: compose([f"+{name}=x"])):
+        with pytest.raises(ConfigError) as caught:
+            ask()
+        assert str(caught.value) == f"{name}: {ABSENT[name]}"

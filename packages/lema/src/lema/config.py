@@ -20,6 +20,17 @@ from lema_core.suggest import did_you_mean
 NO_QUANTIZATION = "this version stores weights as the checkpoint has them (fp32, fp16, bf16)"
 
 
+#: options that people may know from elsewhere, and what there is instead
+ABSENT = {
+    "trainable_modules": "this version trains LoRA weights; lora_target_modules and trainable_layers say where",
+    "grad_accum_backend": "gradients of LoRA weights are accumulated beside them",
+    "init": "this version starts from a checkpoint; give model_name_or_path",
+    "model_overrides": "this version starts from a checkpoint; its config.json says what the model is",
+    "hardware": "this version plans for the machine it runs on; task=doctor shows it",
+    "plot": "this version draws nothing; metrics.jsonl has every step's figures",
+}
+
+
 class MemoryStrategy(Enum):
     """STREAMING: weights pass through windows of the size the budgets give. RESIDENT: everything stays, the oracle."""
 
@@ -261,6 +272,8 @@ class LemaConfig:
     def option(cls, name: str) -> Option:
         """One option. Raises ConfigError with a near match for a name that does not exist."""
         known = _options(cls)
+        if name in ABSENT:
+            raise ConfigError(f"{name}: {ABSENT[name]}")
         if name not in known:
             raise ConfigError(
                 f"unknown option {name!r}{did_you_mean(name, known) or '; python -m lema --help lists all'}"
