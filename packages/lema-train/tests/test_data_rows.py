@@ -183,3 +183,12 @@ def test_b24_a_label_on_position_0_alone_trains_nothing(load: Callable[..., Data
 def test_a_subset_shares_rows(load: Callable[..., Dataset]) -> None:
     part = load([{"text": t} for t in "abc"]).subset([2, 0])
     assert [sample.line for sample in part] == [3, 1] and len(part) == 2
+
+
+def test_ids_need_no_tokenizer_and_everything_else_says_that_it_does(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input_ids": [1, 2, 3]}\n')
+    assert load_samples(path, None, 8, 4)[0].labels == [1, 2, 3]
+    path.write_text('{"input_ids": [1, 2, 3]}\n{"text": "abc"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: 'text' needs a tokenizer.*no tokenizer\.json.*'input_ids'"):
+        load_samples(path, None, 8, 4)

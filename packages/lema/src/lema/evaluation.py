@@ -45,7 +45,7 @@ def evaluate_dataset(model: LemaModel, dataset: Dataset) -> Evaluation:
     by_length = sorted(range(len(dataset)), key=lambda i: len(dataset[i].ids))
     total, tokens = 0.0, 0
     for start in range(0, len(by_length), rows):
-        batch = make_batch([dataset[i] for i in by_length[start : start + rows]], model.tokenizer.fill_id)
+        batch = make_batch([dataset[i] for i in by_length[start : start + rows]], model.fill_id)
         loss, count = model.runner.loss(token_batch(batch))
         total, tokens = total + loss, tokens + count
     if tokens == 0:
@@ -57,7 +57,9 @@ def evaluate_dataset(model: LemaModel, dataset: Dataset) -> Evaluation:
 
 
 def _exact_match(model: LemaModel, dataset: Dataset) -> tuple[int, int, dict[str, str] | None]:
-    tokenizer, limit = model.tokenizer, model.config.eval_max_new_tokens
+    tokenizer, limit = model.tokenizer_or_none, model.config.eval_max_new_tokens
+    if tokenizer is None:
+        return 0, 0, None
     asked = []
     for sample in dataset:
         if sample.prompt_ids is None or sample.answer_text is None:

@@ -238,6 +238,17 @@ class LemaModel:
         return self._tokenizer
 
     @property
+    def tokenizer_or_none(self) -> Tokenizer | None:
+        """The tokenizer, None where the model's folder has none: token ids can be trained on without."""
+        return self.tokenizer if (self.folder / "tokenizer.json").is_file() else None
+
+    @property
+    def fill_id(self) -> int:
+        """The id that padded places of a batch hold; never looked at."""
+        tokenizer = self.tokenizer_or_none
+        return 0 if tokenizer is None else tokenizer.fill_id
+
+    @property
     def stop_ids(self) -> list[int]:
         """End-of-sequence ids of generation_config.json and config.json."""
         found: list[int] = []

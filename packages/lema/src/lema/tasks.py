@@ -43,12 +43,14 @@ def train(config: LemaConfig) -> dict[str, Any]:
             plan = BatchPlan(train_rows.lengths, config.batch_size, config.gradient_accumulation_steps, config.seed)
             total_steps = config.max_steps or config.num_epochs * plan.steps_per_epoch
             trainer = model.get_trainer(total_steps=total_steps, say=display.message)
-            loader = BatchLoader(train_rows, plan, model.tokenizer.fill_id)
+            loader = BatchLoader(train_rows, plan, model.fill_id)
             _resume(trainer, loader, config, output_dir, display)
             _make_folder(output_dir)
             check_free_space(output_dir, trainer.checkpoint_bytes())
             display.message(_heading(model, selected, train_rows, total_steps))
-            display.message("row 0, trained parts in brackets:\n" + describe_sample(train_rows[0], model.tokenizer))
+            display.message(
+                "row 0, trained parts in brackets:\n" + describe_sample(train_rows[0], model.tokenizer_or_none)
+            )
             return _train(model, trainer, loader, eval_rows, total_steps, output_dir, display, stop)
 
 
@@ -210,7 +212,7 @@ def _load(model: LemaModel, config: LemaConfig, path: str) -> Dataset:
     limit = config.max_seq_length
     if model.adapter.hard_max_positions:
         limit = min(limit, model.adapter.max_positions)
-    return load_samples(Path(path), model.tokenizer, limit, model.adapter.vocab_size)
+    return load_samples(Path(path), model.tokenizer_or_none, limit, model.adapter.vocab_size)
 
 
 def _resume(

@@ -237,8 +237,8 @@ def _close_last_turn(
     return _Encoded.of(longer.text[: found.end], tokenizer)
 
 
-def describe_sample(sample: Sample, tokenizer: Tokenizer) -> str:
-    """The row as text, special tokens shown, with the trained parts between ``⟦`` and ``⟧``.
+def describe_sample(sample: Sample, tokenizer: Tokenizer | None) -> str:
+    """The row as text, special tokens shown, with the trained parts between ``⟦`` and ``⟧``; ids without a tokenizer.
 
     A label at position 0 is never trained (nothing predicts the first token), so it is not marked.
     """
@@ -247,7 +247,8 @@ def describe_sample(sample: Sample, tokenizer: Tokenizer) -> str:
     trained = [position > 0 and label != IGNORED for position, label in enumerate(sample.labels)]
     for position in range(1, len(trained) + 1):
         if position == len(trained) or trained[position] != trained[start]:
-            text = tokenizer.decode(sample.ids[start:position], skip_special=False)
+            ids = sample.ids[start:position]
+            text = f" {ids} " if tokenizer is None else tokenizer.decode(ids, skip_special=False)
             pieces.append(f"⟦{text}⟧" if trained[start] else text)
             start = position
     shown = f"line {sample.line}: {len(trained)} tokens, {sum(trained)} trained, shown between ⟦ and ⟧:"

@@ -113,12 +113,12 @@ class Dataset(Sequence[Sample]):
         return part
 
 
-def load_samples(path: Path, tokenizer: Tokenizer, max_length: int | None, vocab_size: int) -> Dataset:
+def load_samples(path: Path, tokenizer: Tokenizer | None, max_length: int | None, vocab_size: int) -> Dataset:
     """Read and encode every row of a JSONL file.
 
     Args:
         path: the file.
-        tokenizer: the model's.
+        tokenizer: the model's; without one only ``input_ids`` rows can be read.
         max_length: rows keep their first ``max_length`` tokens; None keeps all.
         vocab_size: rows of the model's embedding; every id must be below.
 
@@ -150,7 +150,7 @@ def _why_nothing_is_left(report: Report, max_length: int | None) -> str:
 
 
 def _usable(
-    path: Path, tokenizer: Tokenizer, max_length: int | None, vocab_size: int, report: Report
+    path: Path, tokenizer: Tokenizer | None, max_length: int | None, vocab_size: int, report: Report
 ) -> Iterator[Sample]:
     for line, row in _read_objects(path):
         report.rows += 1
@@ -202,7 +202,7 @@ def _read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 _FORMS = "with 'messages', 'prompt' and 'completion', 'text', or 'input_ids'"
 
 
-def _encode_row(row: dict[str, Any], tokenizer: Tokenizer, line: int) -> Sample:
+def _encode_row(row: dict[str, Any], tokenizer: Tokenizer | None, line: int) -> Sample:
     forms = [form for form in ("messages", "completion", "text", "input_ids") if form in row]
     if len(forms) > 1:
         raise DataError(f"the row has {' and '.join(map(repr, forms))}; keep the one to train on")
@@ -211,17 +211,21 @@ def _encode_row(row: dict[str, Any], tokenizer: Tokenizer, line: int) -> Sample:
             raise DataError("the row has 'prompt' but no 'completion'")
         keys = ", ".join(repr(key[:20]) for key in list(row)[:5]) or "none"
         raise DataError(f"nothing to train on, a row needs an object {_FORMS}; its keys: {keys}")
+    if forms == ["input_ids"]:
+        return _encode_ids(row, line)
+    if tokenizer is None:
+        raise DataError(
+            f"{forms[0]!r} needs a tokenizer, the model's folder has no tokenizer.json; give 'input_ids' rows"
+        )
     if forms == ["messages"]:
         return _encode_messages(row["messages"], tokenizer, line)
     if forms == ["completion"]:
         return _encode_completion(_text(row, "prompt"), _text(row, "completion"), tokenizer, line)
-    if forms == ["text"]:
-        text = _text(row, "text")
-        if not text:
-            raise DataError("'text' is empty")
-        ids = _with_eos(tokenizer.encode(text), tokenizer)
-        return Sample(ids, list(ids), line)
-    return _encode_ids(row, line)
+    text = _text(row, "text")
+    if not text:
+        raise DataError("'text' is empty")
+    ids = _with_eos(tokenizer.encode(text), tokenizer)
+    return Sample(ids, list(ids), line)
 
 
 def _encode_messages(messages: Any, tokenizer: Tokenizer, line: int) -> Sample:
