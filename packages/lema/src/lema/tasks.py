@@ -48,9 +48,7 @@ def train(config: LemaConfig) -> dict[str, Any]:
             _make_folder(output_dir)
             check_free_space(output_dir, trainer.checkpoint_bytes())
             display.message(_heading(model, selected, train_rows, total_steps))
-            display.message(
-                "row 0, trained parts in brackets:\n" + describe_sample(train_rows[0], model.tokenizer_or_none)
-            )
+            display.message("sample 0, " + describe_sample(train_rows[0], model.tokenizer_or_none))
             return _train(model, trainer, loader, eval_rows, total_steps, output_dir, display, stop)
 
 

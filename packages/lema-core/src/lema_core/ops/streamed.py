@@ -59,8 +59,8 @@ class StreamedOps:
     ) -> Tensor:
         """``residual + linear(x)``: what a block returns, and nothing else reads.
 
-        While a block is recomputed for its gradient, only the graph of this sum is needed: the product is left out and the
-        values are undefined.
+        While a block is recomputed for its gradient, only the graph of this sum is needed: the product is left out and
+        the values are undefined.
         """
         return residual_BTC + self.linears(x_BTK, [module], dropout, values=not self.recomputing)[0]
 
