@@ -55,12 +55,12 @@ class KVCache:
         """Add new tokens of one layer; returns all keys and values so far, [B, H, S, D]."""
         start = self._lengths[layer]
         stop = start + k_BHTD.shape[2]
-        self._keys[layer] = self._grown(self._keys[layer], start, stop)
-        self._values[layer] = self._grown(self._values[layer], start, stop)
-        self._keys[layer][:, :, start:stop] = k_BHTD
-        self._values[layer][:, :, start:stop] = v_BHTD
+        keys = self._keys[layer] = self._grown(self._keys[layer], start, stop)
+        values = self._values[layer] = self._grown(self._values[layer], start, stop)
+        keys[:, :, start:stop] = k_BHTD
+        values[:, :, start:stop] = v_BHTD
         self._lengths[layer] = stop
-        return self._keys[layer][:, :, :stop], self._values[layer][:, :, :stop]
+        return keys[:, :, :stop], values[:, :, :stop]
 
     def _grown(self, held: Tensor | None, length: int, wanted: int) -> Tensor:
         if held is not None and held.shape[2] >= wanted:

@@ -107,8 +107,10 @@ class LlamaTensors:
                 "up_proj": (c.intermediate_size, c.hidden_size),
                 "down_proj": (c.hidden_size, c.intermediate_size),
             }
-            blocks = (("self_attn", "input_layernorm", attention, c.attention_bias),)
-            blocks += (("mlp", "post_attention_layernorm", mlp, c.mlp_bias),)
+            blocks = (
+                ("self_attn", "input_layernorm", attention, c.attention_bias),
+                ("mlp", "post_attention_layernorm", mlp, c.mlp_bias),
+            )
             for group, norm, linears, biased in blocks:
                 specs.append(TensorSpec(f"{prefix}.{norm}.weight", (c.hidden_size,), "norm", layer))
                 for name, shape in linears.items():

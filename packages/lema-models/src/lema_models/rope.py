@@ -50,7 +50,7 @@ class RopeConfig:
         original = block.get("original_max_position_embeddings", hf_config.get("original_max_position_embeddings"))
         if original is None:
             missing.append("original_max_position_embeddings")
-        if missing:
+        if missing or original is None:
             raise ConfigError(f"config.json: rope_type 'llama3' lacks {', '.join(missing)}")
         factor, low, high = (float(block[name]) for name in names)
         return cls(theta, kind, factor, low, high, int(original))

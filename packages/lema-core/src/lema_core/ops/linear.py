@@ -54,5 +54,5 @@ class LinearKernel:
         if like.is_meta:
             return torch.empty(elements, dtype=like.dtype, device="meta")
         if held is None or held.numel() < elements or held.dtype != like.dtype or held.device != like.device:
-            self._scratch = torch.empty(elements, dtype=like.dtype, device=like.device)
-        return self._scratch[:elements]
+            held = self._scratch = torch.empty(elements, dtype=like.dtype, device=like.device)
+        return held[:elements]
