@@ -1,0 +1,159 @@
+"""Memory of the whole process: windows as small as asked for, no growth, models larger than what it may use."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+Rows = list[dict[str, Any]]
+CGROUP = Path("/sys/fs/cgroup/memory")
+#: 19.4 million fp32 numbers in 4 shards; a layer is 12.9 MB
+MODEL = {
+    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+LAYER_BYTES = 4 * (4 * 512**2 + 3 * 512 * 1408 + 2 * 512)
+#: Code that writes what the process holds after each call of a method to growth.jsonl. A full collection empties
+#: CPython's free lists of tuples, which fill up by some kB a step to 2000 tuples of each size; freezing what was there
+#: at the start makes that quick.
+WATCH = """
+import gc, json, os
+from {module} import {owner}
+done, calls = {owner}.{method}, 0
+def noted(*arguments):
+    global calls
+    result = done(*arguments)
+    calls += 1
+    if calls == 50:
+        gc.freeze()
+    if calls >= 50:
+        gc.collect()
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    found = {{
+        "anonymous_bytes": int(status["RssAnon"].split()[0]) * 1024,
+        "handles": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }}
+    with open("growth.jsonl", "a") as file:
+        file.write(json.dumps(found) + "\\n")
+    return result
+{owner}.{method} = noted
+"""
+
+
+def test_a_window_of_one_layer_is_all_that_a_large_model_takes(
+    lema: Any, tiny_llama: Path, make_model: Any, make_tokenizer: Any, make_rows: Any, chats: Callable[[int], Rows]
+) -> None:
+    """Beside a run of a tiny model, which has everything imported that this one has."""
+    model = make_tokenizer(make_model(lema.cwd / "model", shards=4, **MODEL))
+    model_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    before = {path: path.stat().st_mtime_ns for path in model.iterdir()}
+    make_rows(lema.cwd / "rows.jsonl", chats(4))
+    (lema.cwd / "tmp").mkdir()
+    peaks = {}
+    for name, folder, window in (("tiny", tiny_llama, "auto"), ("large", model, "14MB")):
+        lema.ok(
+            f"model_name_or_path={folder}", "train_file=rows.jsonl", f"output_dir={name}", "max_steps=3", "lora_rank=2",
+            f"weights_ram={window}", exact=True, TMPDIR=str(lema.cwd / "tmp"),
+        )  # fmt: skip
+        peaks[name] = json.loads((lema.cwd / name / "summary.json").read_text())["rss_peak_bytes"]
+    assert model_bytes > 5 * LAYER_BYTES
+    # the factor: one more layer, for what a step computes and trains
+    assert peaks["large"] - peaks["tiny"] <= 14e6 + 1.0 * LAYER_BYTES
+    # no second copy on disk
+    assert not [path for path in (lema.cwd / "tmp").rglob("*") if path.is_file()]
+    assert {path: path.stat().st_mtime_ns for path in model.iterdir()} == before
+    written = sum(path.stat().st_size for path in (lema.cwd / "large").rglob("*") if path.is_file())
+    assert written < model_bytes / 20
+
+    error = lema.error(f"model_name_or_path={model}", "train_file=rows.jsonl", "output_dir=small", "weights_ram=5MB")
+    assert "weights_ram gives 5,000,000 bytes, the smallest window needs 13," in error
+    error = lema.error(f"model_name_or_path={model}", "train_file=rows.jsonl", "output_dir=small", "ram_budget=100MB")
+    assert " bytes of weights are needed beside " in error and " are left of ram_budget=100MB" in error
+    assert not (lema.cwd / "small").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", ["auto", "400KB"])
+def test_300_steps_do_not_grow(
+    window: str, lema: Any, tiny_llama: Path, make_rows: Any, chats: Callable[[int], Rows]
+) -> None:
+    make_rows(lema.cwd / "rows.jsonl", chats(20))
+    lema.ok(
+        f"model_name_or_path={tiny_llama}", "train_file=rows.jsonl", "output_dir=out", "max_steps=300", "lora_rank=4",
+        "save_steps=100", f"weights_ram={window}", exact=True,
+        before=WATCH.format(module="lema.metrics", owner="MetricsWriter", method="write"),
+    )  # fmt: skip
+    _assert_constant(lema.cwd / "growth.jsonl", 300)
+
+
+@pytest.mark.slow
+def test_300_tokens_do_not_grow(lema: Any, tiny_llama: Path) -> None:
+    """The cache of keys and values is one chunk from the start."""
+    watch = WATCH.format(module="lema_core.runtime.runner", owner="ModelRunner", method="next_logits")
+    lema.ok(
+        f"model_name_or_path={tiny_llama}", "task=generate", "prompt=tell", "max_new_tokens=300", "chat=false",
+        exact=True, before=watch + "\nfrom lema.model import LemaModel\nLemaModel.stop_ids = ()",
+    )  # fmt: skip
+    _assert_constant(lema.cwd / "growth.jsonl", 300)
+
+
+def _assert_constant(path: Path, count: int) -> None:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(found) == count
+    late = found[50:]
+    growth_bytes = torch.tensor([float(each["anonymous_bytes"]) for each in late])
+    x = torch.arange(len(late)) - (len(late) - 1) / 2
+    slope = (x * (growth_bytes - growth_bytes.mean())).sum() / x.square().sum()
+    print(f"{slope.item():.0f} bytes a step after 50")
+    assert slope <= 1000
+    assert len({(each["handles"], each["threads"]) for each in late}) == 1
+
+
+@contextmanager
+def _memory_group(limit_bytes: int) -> Iterator[Path]:
+    """A group under cgroup v1 with a limit; skips where there is none to make."""
+    group = CGROUP / f"lema-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+    except OSError as error:
+        pytest.skip(f"no memory group of cgroup v1 can be made here: {error}")
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_the_group_may_use_trains_without_any_memory_option(
+    lema: Any, make_model: Any, make_tokenizer: Any, make_rows: Any, chats: Callable[[int], Rows]
+) -> None:
+    """The group is charged for page cache too: reads that went through it would be seen."""
+    limit_bytes = 560_000_000
+    with _memory_group(limit_bytes) as group:
+        model = make_tokenizer(
+            make_model(
+                lema.cwd / "model", dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2816,
+                num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=16,
+            )
+        )  # fmt: skip
+        assert (model / "model.safetensors").stat().st_size > 1.05 * limit_bytes
+        make_rows(lema.cwd / "rows.jsonl", chats(2))
+        join = f"import os\nopen('{group}/cgroup.procs', 'w').write(str(os.getpid()))"
+        run = lema.ok(
+            "model_name_or_path=model", "train_file=rows.jsonl", "output_dir=out", "max_steps=2", "lora_rank=4",
+            exact=True, before=join,
+        )  # fmt: skip
+        peak_bytes = int((group / "memory.max_usage_in_bytes").read_text())
+        summary = json.loads((lema.cwd / "out/summary.json").read_text())
+        print(f"group peak {peak_bytes:,}, {summary}")
+    assert f"were left of cgroup limit {group}/memory.limit_in_bytes" in run.out
+    assert peak_bytes <= limit_bytes and summary["steps"] == 2
