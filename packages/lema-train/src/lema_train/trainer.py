@@ -99,12 +99,11 @@ class Trainer:
         outside the vocabulary, NonFiniteError after too many skipped steps in a row.
         """
         whole = TokenBatch.of(input_ids, attention_mask, input_ids if labels is None else labels)
+        whole.check_ids(self.runner.adapter.vocab_size)
         rows = self.options.rows_per_micro_batch
         batches = [whole.rows(i, i + rows) for i in range(0, whole.input_ids.shape[0], rows)]
         logits = None
         if return_logits:
-            for batch in batches:
-                batch.check_ids(self.runner.adapter.vocab_size)
             logits = torch.cat([self.runner.logits(batch) for batch in batches])
         return logits, self.train_micro_batches(batches)["loss"]
 

@@ -28,7 +28,10 @@ class TokenBatch:
 
     @classmethod
     def of(cls, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> TokenBatch:
-        """Accepts [T] or [B, T], any integer mask; all tensors are brought to the CPU, where rows are looked up."""
+        """Accepts [T] or [B, T], any integer mask; all tensors are brought to the CPU, where rows are looked up.
+
+        Raises DataError for no tokens, and for a mask or labels of another shape.
+        """
         input_ids = input_ids.detach().to("cpu", torch.int64)
         if input_ids.ndim == 1:
             input_ids = input_ids[None]
@@ -38,9 +41,9 @@ class TokenBatch:
             )
         mask = torch.ones_like(input_ids, dtype=torch.bool)
         if attention_mask is not None:
-            mask = attention_mask.detach().to("cpu", torch.bool).view_as(input_ids)
+            mask = _beside("attention_mask", attention_mask, input_ids).to(torch.bool)
         if labels is not None:
-            labels = labels.detach().to("cpu", torch.int64).view_as(input_ids)
+            labels = _beside("labels", labels, input_ids).to(torch.int64)
         return cls(input_ids, mask, labels)
 
     def check_ids(self, vocab_size: int) -> None:
@@ -80,6 +83,17 @@ class TokenBatch:
     @property
     def n_targets(self) -> int:
         return self.supervised[0].numel()
+
+
+def _beside(what: str, tensor: Tensor, input_ids: Tensor) -> Tensor:
+    tensor = tensor.detach().to("cpu")
+    if tensor.ndim == 1:
+        tensor = tensor[None]
+    if tensor.shape != input_ids.shape:
+        raise DataError(
+            f"{what}: the shape of input_ids, {list(input_ids.shape)}, expected, {list(tensor.shape)} found"
+        )
+    return tensor
 
 
 def total_targets(batches: Sequence[TokenBatch]) -> int:
