@@ -140,12 +140,15 @@ class Oracle:
 
     @staticmethod
     def peft_step(
-        peft_model: Any, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None
+        peft_model: Any, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None, exact_loss: bool = False
     ) -> tuple[float, dict[str, Tensor], Tensor]:
-        """Loss (mean over supervised tokens of all rows), gradients and logits of transformers + PEFT."""
+        """Loss (mean over supervised tokens of all rows), gradients and logits of transformers + PEFT.
+
+        ``exact_loss`` computes cross-entropy in fp64 on the model's logits.
+        """
         peft_model.zero_grad()
         logits = peft_model(input_ids=ids, attention_mask=mask).logits
-        loss = token_mean_loss(logits, ids if labels is None else labels)
+        loss = token_mean_loss(logits.double() if exact_loss else logits, ids if labels is None else labels)
         loss.backward()
         gradients = {lema_name(n): p.grad.clone() for n, p in peft_model.named_parameters() if p.requires_grad}
         return loss.item(), gradients, logits.detach()
