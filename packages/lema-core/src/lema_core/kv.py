@@ -52,9 +52,12 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values) if t is not None)
 
     def append(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Add new tokens of one layer; returns all keys and values so far, [B, H, S, D]."""
+        """Add new tokens of one layer; returns all keys and values so far, [B, H, S, D]. Raises BudgetError past
+        ``max_tokens``."""
         start = self._lengths[layer]
         stop = start + k_BHTD.shape[2]
+        if stop > self._max_tokens:
+            raise BudgetError(f"the KV cache was made for {self._max_tokens} tokens, {stop} are put into it")
         keys = self._keys[layer] = self._grown(self._keys[layer], start, stop)
         values = self._values[layer] = self._grown(self._values[layer], start, stop)
         keys[:, :, start:stop] = k_BHTD
@@ -66,7 +69,7 @@ class KVCache:
         if held is not None and held.shape[2] >= wanted:
             return held
         b, h, d = self._shape
-        capacity = min(-(-wanted // self._chunk_size) * self._chunk_size, max(self._max_tokens, wanted))
+        capacity = min(-(-wanted // self._chunk_size) * self._chunk_size, self._max_tokens)
         grown = torch.empty(b, h, capacity, d, dtype=self._dtype, device=self._device)
         if held is not None:
             grown[:, :, :length] = held[:, :, :length]

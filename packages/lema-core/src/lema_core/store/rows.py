@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lema_core.device import map_ram
+from lema_core.errors import DataError
 from lema_core.store.disk import DiskReader
 from lema_core.store.granules import SECTOR_BYTES
 
@@ -55,7 +56,13 @@ class RowCache:
         return self._ever_filled * self._row_bytes
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """int64 ids [N] on the CPU -> rows [N, C] as ``dtype``. Ids must lie in 0 .. V-1."""
+        """int64 ids [N] -> rows [N, C] as ``dtype``, on the CPU. Raises DataError for an id outside 0 .. V-1."""
+        # Behind the table's end lie the bytes of another tensor, which would be read without a complaint.
+        outside = (ids < 0) | (ids >= self._info.shape[0])
+        if outside.any():
+            raise DataError(
+                f"{self._info.name}: row {ids[outside][0].item()} is asked for, there are {self._info.shape[0]} rows"
+            )
         out = torch.empty(ids.numel(), self._info.shape[1], dtype=dtype)
         # A set of rows wider than the region goes through it piece by piece.
         for piece, target in zip(ids.split(self.n_rows), out.split(self.n_rows), strict=True):
