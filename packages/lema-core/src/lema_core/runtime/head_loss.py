@@ -30,27 +30,30 @@ def head_loss(
     positions: Tensor,
     targets: Tensor,
     gradient_scale: float | None,
+    wants_dx: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of the targets' negative log-likelihoods (fp64 scalar on the CPU; 0-d meta tensor on meta), and d(sum)/dx *
     scale.
 
     ``gradient_scale`` None computes no gradient. Gradients of parameters inside the head accumulate into their
-    ``.grad``.
+    ``.grad``; without ``wants_dx`` they are all that is computed.
     """
     x_CN = x_NC.t()
-    dx_CN = torch.zeros_like(x_CN) if gradient_scale is not None else None
+    trained = gradient_scale is not None
+    dx_CN = torch.zeros_like(x_CN) if trained and wants_dx else None
     chunk = chunk_tokens(adapter.vocab_size)
     total = torch.zeros((), dtype=torch.float64, device=x_NC.device)
     for where, wanted in zip(positions.split(chunk), targets.split(chunk), strict=True):
         h_nC = x_CN.index_select(1, where).t().requires_grad_(dx_CN is not None)
-        with torch.set_grad_enabled(dx_CN is not None):
+        with torch.set_grad_enabled(trained):
             logits_nV = adapter.head(ops, h_nC)
         # .data: the gradient overwrites the logits, whose values no backward reads; detach() would have autograd
         # object.
         loss, gradient_nV = _cross_entropy(logits_nV.data, wanted, gradient_scale)
         total += loss
-        if dx_CN is not None:
+        if logits_nV.requires_grad:
             torch.autograd.backward(logits_nV, gradient_nV)
+        if dx_CN is not None:
             dx_CN.index_copy_(1, where, h_nC.grad.t())
     return total, None if dx_CN is None else dx_CN.t()
 

@@ -107,9 +107,12 @@ class ModelRunner:
                     kept[layer] = self._with_graph(ops, layer, x_BTC, ctx, how, again=False)
                     x_BTC = kept[layer][1].detach()
         positions, targets = (t.to(x_BTC.device) for t in batch.supervised)
-        loss, dx = head_loss(adapter, ops, x_BTC.reshape(-1, x_BTC.shape[-1]), positions, targets, scale)
+        x_NC = x_BTC.reshape(-1, x_BTC.shape[-1])
+        loss, dx = head_loss(adapter, ops, x_NC, positions, targets, scale, wants_dx=how.first_layer <= last)
+        if dx is None:
+            return loss
         dx_BTC = dx.view(x_BTC.shape)
-        del x_BTC, dx
+        del x_BTC, x_NC, dx
         for layer in range(last, how.first_layer - 1, -1):
             if layer in kept:
                 x_in, x_out = kept.pop(layer)
