@@ -231,7 +231,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def small_granules(monkeypatch: pytest.MonkeyPatch) -> int:
     """LemaModel cuts tiny models into dozens of granules, so that matrices are computed in several row blocks."""
-    most_bytes = 20_000
+    most_bytes = 12_000
     monkeypatch.setattr(lema.model, "cut_model", functools.partial(cut_model, max_granule_bytes=most_bytes))
     return most_bytes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,15 @@ Opened = tuple[LlamaAdapter, ModelRunner]
 
 
 @pytest.fixture
-def open_runner() -> Callable[..., Opened]:
+def open_runner() -> Iterator[Callable[..., Opened]]:
     stores: list[TensorStore] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
 
     def build(
         folder: Path, device: Device | None = None, max_granule_bytes: int = 9_000, updates: dict | None = None
     ) -> Opened:
         """The smallest windows there can be, matrices in several row blocks."""
-        torch.set_num_threads(1)
         device = device or CpuDevice()
         adapter = LlamaAdapter.from_hf_config(read_hf_config(folder))
         model = cut_model(adapter, bind_tensors(read_manifest(folder), adapter), max_granule_bytes)
@@ -71,6 +72,7 @@ def open_runner() -> Callable[..., Opened]:
         return adapter, ModelRunner(adapter, model, stores[-1], updates or {}, LinearKernel())
 
     yield build
+    torch.set_num_threads(threads)
     for store in stores:
         store.close()
 

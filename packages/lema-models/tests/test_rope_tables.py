@@ -58,6 +58,19 @@ def test_spellings_are_one(config) -> None:
     assert RopeConfig.from_hf_config(config) == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)
 
 
+def test_two_blocks_are_read_as_transformers_does() -> None:
+    """rope_scaling wins over rope_parameters, a theta inside the block over one beside it."""
+    config = {
+        "rope_theta": 2e4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 7e5},
+        "rope_scaling": {"rope_type": "llama3", **LLAMA3},
+    }
+    for change in ({}, {"rope_scaling": None}, {"rope_scaling": {"type": "llama3", "rope_theta": 3e4, **LLAMA3}}):
+        changed = {**config, **change}
+        theirs = LlamaRotaryEmbedding(LlamaConfig(head_dim=32, max_position_embeddings=4096, **changed))
+        assert torch.equal(RopeConfig.from_hf_config(changed).inverse_frequencies(32), theirs.inv_freq), change
+
+
 @pytest.mark.parametrize("config", [{}, {"rope_scaling": None}, {"rope_theta": 10000.0, "rope_parameters": {}}])
 def test_plain_by_default(config) -> None:
     assert RopeConfig.from_hf_config(config) == RopeConfig(10000.0)

@@ -32,11 +32,13 @@ class RopeConfig:
 
     @classmethod
     def from_hf_config(cls, hf_config: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
-        """Reads ``rope_parameters`` (new), or ``rope_theta`` with ``rope_scaling`` (old, ``type`` or ``rope_type``).
+        """Reads ``rope_theta`` with ``rope_scaling`` (old, ``type`` or ``rope_type``), else ``rope_parameters`` (new).
+
+        As in transformers the old block wins where both are given.
 
         Raises ConfigError for a type other than SUPPORTED and for missing numbers.
         """
-        block = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
+        block = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
         theta = float(block.get("rope_theta", hf_config.get("rope_theta") or default_theta))
         kind = block.get("rope_type", block.get("type", "default"))
         if kind not in SUPPORTED:
