@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,3 +228,14 @@ def test_padding_by_eos_leaves_the_loss_alone_and_trains_each_rows_own_eos(
         losses.append(read_steps(Path(f"{file}.out"))[0]["loss"])
     # a completion's tokens and the one EOS behind them
     assert losses[2] == pytest.approx((3 * losses[0] + 8 * losses[1]) / 11, rel=1e-6)
+
+
+def test_help_and_a_mistyped_option_do_not_wait_for_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from lema.cli import main\n"
+        "codes = [main(['--help']), main(['learning_rat=1']), main(['+recipe=dem'])]\n"
+        "print(codes, [name for name in ('torch', 'numpy', 'tokenizers') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "[0, 2, 2] []"
