@@ -68,7 +68,7 @@ class RowCache:
         for piece, target in zip(ids.split(self.n_rows), out.split(self.n_rows), strict=True):
             wanted = piece.tolist()
             self._fetch(sorted(set(wanted)))
-            target.copy_(self._rows[torch.tensor([self._slots[row] for row in wanted])])
+            target.copy_(self._rows[torch.tensor([self._slots[row] for row in wanted], dtype=torch.int64)])
         return out
 
     def free(self) -> None:

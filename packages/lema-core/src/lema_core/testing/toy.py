@@ -31,7 +31,7 @@ _EPS = 1e-5
 
 @dataclass(frozen=True)
 class ToyConfig:
-    """``dropout`` falls on what a block's feed-forward part adds."""
+    """``dropout`` falls between the two matrices of a block's feed-forward part."""
 
     vocab_size: int = 37
     hidden_size: int = 16
@@ -112,8 +112,8 @@ class ToyAdapter(ModelAdapter):
         x_BTC = x_BTC + ops.linear(attended_BTC, f"{root}.o", ctx.dropout)
         h_BTC = ops.rms_norm(x_BTC, f"{root}.norm_2.weight", _EPS)
         up_BTF = F.silu(ops.linear(h_BTC, f"{root}.up", ctx.dropout))
-        added_BTC = ops.linear(up_BTF, f"{root}.down", ctx.dropout)
-        return x_BTC + ops.dropout(added_BTC, c.dropout, f"{root}.residual", ctx.dropout)
+        up_BTF = ops.dropout(up_BTF, c.dropout, f"{root}.up", ctx.dropout)
+        return ops.block_output(x_BTC, up_BTF, f"{root}.down", ctx.dropout)
 
     def head(self, ops: StreamedOps, x_NC: Tensor) -> Tensor:
         return ops.linear(ops.rms_norm(x_NC, "model.norm.weight", _EPS), "head")

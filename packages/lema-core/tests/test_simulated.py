@@ -1,0 +1,73 @@
+"""The simulated accelerator catches what it is there to catch."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from lema_core.errors import BudgetError
+from lema_core.testing.simulated import SimulatedAccelerator
+
+
+def test_memory_has_a_limit_and_starts_as_nan() -> None:
+    device = SimulatedAccelerator(capacity_bytes=10_000)
+    held = device.allocate(8192)
+    assert held.view(torch.float32).isnan().all() and held.view(torch.bfloat16).isnan().all()
+    assert device.free_bytes() == 1808
+    with pytest.raises(BudgetError, match="1,808 bytes left, 4,096 are needed"):
+        device.allocate(4096)
+    device.close()
+    assert device.free_bytes() == 10_000
+
+
+def test_an_overwrite_of_what_is_still_read_is_counted() -> None:
+    device = SimulatedAccelerator(compute_lag_s=0.3)
+    slot, other, ram = device.allocate(4096), device.allocate(4096), device.allocate_ram(4096)
+    over = device.record()
+    device.discard(slot, over)
+    device.host_wait(device.copy(other, ram, None))
+    assert device.overwrites_while_read == 0
+    device.host_wait(device.copy(slot[:100], ram[:100], None))
+    assert device.overwrites_while_read == 1
+    device.host_wait(over)
+    assert slot.view(torch.float32).isnan().all(), "what such a copy brought is gone"
+    device.discard(slot, over := device.record())
+    device.host_wait(device.copy(slot, ram, over))
+    assert device.overwrites_while_read == 1 and not slot.any()
+    device.close()
+
+
+def test_a_discarded_slot_is_nan_when_its_reader_is_over_and_not_before() -> None:
+    device = SimulatedAccelerator(compute_lag_s=0.2)
+    slot = device.allocate(4096)
+    device.host_wait(device.copy(slot, device.allocate_ram(4096), None))
+    over = device.record()
+    device.discard(slot, over)
+    assert not slot.any()
+    device.host_wait(over)
+    assert slot.view(torch.float16).isnan().all()
+    device.close()
+
+
+def test_copies_take_their_time() -> None:
+    device = SimulatedAccelerator(bytes_per_s=1e6, latency_s=0.05)
+    slot, ram = device.allocate(100_000), device.allocate_ram(100_000)
+    started = time.perf_counter()
+    device.host_wait(device.copy(slot, ram, None))
+    assert time.perf_counter() - started >= 0.15  # a lower bound: time.sleep never returns early
+    device.close()
+
+
+def test_a_chosen_copy_fails_and_the_next_does_not() -> None:
+    device = SimulatedAccelerator(fail_at_copy=1)
+    slot, ram = device.allocate(64), device.allocate_ram(64)
+    events = [device.copy(slot, ram, None) for _ in range(3)]
+    device.host_wait(events[0])
+    for wait in (device.host_wait, device.compute_wait):
+        with pytest.raises(RuntimeError, match="copy 1 failed"):
+            wait(events[1])
+    device.compute_wait(events[2])
+    assert device.copies == 3
+    device.close()
