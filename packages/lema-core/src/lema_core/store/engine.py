@@ -23,6 +23,8 @@ from lema_core.store.window import Window
 
 #: how long an abandoned step is waited for; a read that hangs longer is left to its (daemon) thread
 _PATIENCE_S = 2.0
+#: what an idle thread needs to end
+_LEAVE_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -202,9 +204,10 @@ class TransferEngine:
         run = self._run
         if run is not None:
             with run.changed:
+                patience_s = 0.0 if run.stopped else _PATIENCE_S
                 run.stopped = True
                 run.changed.notify_all()
-            self._end_run(run, _PATIENCE_S)
+            self._end_run(run, patience_s)
 
     @property
     def stuck(self) -> bool:
@@ -240,8 +243,9 @@ class TransferEngine:
         self._closed = True
         self._disk_jobs.put(None)
         self._link_jobs.put(None)
+        # The one that hangs was waited for already, and a program that is told to stop has few seconds.
         for thread in self._threads:
-            thread.join(_PATIENCE_S if self.stuck else None)
+            thread.join(_LEAVE_S if self.stuck else None)
 
     def _current(self) -> _Run:
         if self._run is None or self._run.stopped:
