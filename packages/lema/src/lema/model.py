@@ -284,7 +284,11 @@ class LemaModel:
         ram_limit = parse_amount(c.ram_budget, limit.bytes, "ram_budget")
         dtype = self._device.compute_dtype(torch.bfloat16)
         recompute = c.gradient_checkpointing is not False
-        step = activation_bytes(self.adapter, self._model, updates, dtype, c.batch_size, self._longest, recompute)
+        # On CUDA the fused kernels of grouped-query attention take half precision only.
+        fused = shares or dtype.itemsize == 2
+        step = activation_bytes(
+            self.adapter, self._model, updates, dtype, c.batch_size, self._longest, recompute, fused
+        )
         step += _TRAINED_NUMBER_BYTES * (self.lora.num_parameters if self.lora is not None else 0)
         free = None if shares else self._device.free_bytes()
         device_limit = None if shares else parse_amount(c.device_budget, free, "device_budget")
