@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lema_core.errors import BudgetError
 from lema_core.memory import format_bytes
@@ -16,7 +16,7 @@ class BudgetRequest:
     ``ram_limit``: what this process may use, ``ram_source`` who says so; ``ram_held``: what it holds already;
     ``ram_step``: what a step will allocate beside the weights (activations, gradients, optimizer states).
     ``device_free`` and ``device_step`` likewise; None where the device shares RAM. ``weights_ram`` and ``weights_vram``
-    are what the user fixed, None for auto. ``resident``: everything must stay.
+    are what the user fixed, None for auto. ``resident``: everything must stay where it is computed from.
     """
 
     total: int
@@ -55,17 +55,15 @@ def plan_budget(request: BudgetRequest) -> BudgetPlan:
         fixed = request.weights_vram if fixed is None else min(fixed, request.weights_vram)
     left = request.ram_limit - _margin(request.ram_limit) - request.ram_held - request.ram_step
     because: list[str] = []
-    device = None
-    if not request.device_shares_ram:
-        device_left = request.device_free - _margin(request.device_free) - request.device_step
-        device = _window(request, "weights_vram", request.weights_vram, device_left, "free device memory", because)
-    name = (
-        "weights_vram" if fixed is not None and fixed == request.weights_vram != request.weights_ram else "weights_ram"
-    )
+    if request.device_shares_ram:
+        name = "weights_ram" if fixed == request.weights_ram else "weights_vram"
+        return BudgetPlan(_window(request, name, fixed, left, request.ram_source, because), None, because)
+    device_left = request.device_free - _margin(request.device_free) - request.device_step
+    device = _window(request, "weights_vram", request.weights_vram, device_left, "free device memory", because)
     # Behind a device that holds everything, RAM only has to pass the weights on once.
-    if device is not None and device >= request.total and fixed is None and not request.resident:
+    if device >= request.total and fixed is None:
         fixed = min(max(request.smallest, left), max(request.smallest, request.total // 4))
-    ram = _window(request, name, fixed, left, request.ram_source, because)
+    ram = _window(replace(request, resident=False), "weights_ram", fixed, left, request.ram_source, because)
     return BudgetPlan(ram, device, because)
 
 
@@ -83,14 +81,14 @@ def _window(request: BudgetRequest, option: str, fixed: int | None, left: int, s
         )
     if left < must_have:
         step = request.ram_step if option == "weights_ram" or request.device_shares_ram else request.device_step
+        way_out = "shorten max_seq_length or batch_size, or give more memory"
+        if request.resident:
+            way_out = "use strategy=streaming"
+        elif fixed is not None and left >= request.smallest:
+            way_out = f"lower {option}"
         raise BudgetError(
             f"{option}: {must_have:,} bytes of weights are needed beside {step:,} for the step, "
-            f"{max(0, left):,} are left of {source}; "
-            + (
-                "use strategy=streaming"
-                if request.resident
-                else "shorten max_seq_length or batch_size, or give more memory"
-            )
+            f"{max(0, left):,} are left of {source}; {way_out}"
         )
     given = min(wanted, left)
     share = "all" if given >= request.total else f"{100 * given // request.total} %"
