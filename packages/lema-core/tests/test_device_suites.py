@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
 from lema_core.device import CpuDevice, CudaDevice, Device, map_ram, open_device
 from lema_core.errors import BudgetError, ConfigError
+from lema_core.runtime.batch import TokenBatch
+from lema_core.runtime.runner import TrainPass
 from lema_core.testing.device_suite import DeviceSuite
 from lema_core.testing.simulated import SimulatedAccelerator
+from lema_core.testing.toy import ToyConfig, granules_of, linear_names, open_toy, toy_updates, write_toy
 
 
 class TestCpuDevice(DeviceSuite):
@@ -33,6 +39,47 @@ class TestSlowSimulatedAccelerator(DeviceSuite):
 class TestCudaDevice(DeviceSuite):
     def make_device(self) -> Device:
         return CudaDevice()
+
+
+def train_once(folder: Path, device: Device, slots: int | None) -> list[torch.Tensor]:
+    """Loss, gradients and logits of the toy with so many slots per tier, on the CPU."""
+    config = ToyConfig(dropout=0.3)
+    tensors = write_toy(folder, config)
+    cut = granules_of(config, tensors, 1500)
+    in_ram = on_device = None
+    if slots is not None:
+        on_device = slots * cut.layout.slot_bytes
+        in_ram = cut.smallest_bytes + on_device
+    updates = toy_updates(config, linear_names(config), dropout=0.3, device=device.torch_device)
+    ids = torch.arange(30).view(2, 15)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    runner = open_toy(config, tensors, device, updates, in_ram, on_device, 1500, 2)
+    with runner.store:
+        for step in range(3):
+            loss = runner.train_step([TokenBatch.of(ids, mask, ids)], TrainPass(0, True, 0), step)
+        grads = [t.grad.cpu() for u in updates.values() for t in (u.lora_A, u.lora_B)]
+        return [torch.tensor(loss), *grads, runner.logits(TokenBatch.of(ids, mask))]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        SimulatedAccelerator,
+        pytest.param(
+            CudaDevice,
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_the_number_of_slots_changes_no_bit(tmp_path: Path, make: Callable[[], Device]) -> None:
+    resident = train_once(tmp_path, make(), None)
+    for slots in (1, 2, 5):
+        streamed = train_once(tmp_path, make(), slots)
+        assert all(torch.equal(a, b) for a, b in zip(streamed, resident, strict=True)), f"{slots} slots"
 
 
 def test_devices_are_opened_by_name() -> None:

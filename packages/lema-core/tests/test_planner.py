@@ -130,12 +130,9 @@ def test_a_repeated_forward_pass_pins_what_fits(n: int, c: int, distance: int) -
     for _ in range(12):
         plan = plan_tier(range(n), c, plan.resident, distance)
     # One slot, and those that wait out the distance, are what the rest passes through.
-    pinned = set(range(n))
     for _ in range(3):
         plan = plan_tier(range(n), c, plan.resident, distance)
-        pinned -= {load.granule for load in plan.loads}
         assert len(plan.loads) <= n - (c - 1 - distance)
-    assert distance or len(pinned) >= c - 2
 
 
 def test_what_a_step_does_not_touch_goes_first() -> None:

@@ -159,7 +159,12 @@ def toy_tensors(folder: Path, config: ToyConfig) -> dict[str, TensorInfo]:
 
 
 def toy_updates(
-    config: ToyConfig, modules: Sequence[str], rank: int = 2, dropout: float = 0.0, seed: int = 0
+    config: ToyConfig,
+    modules: Sequence[str],
+    rank: int = 2,
+    dropout: float = 0.0,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> dict[str, LowRankUpdate]:
     """Random LoRA weights, neither of them zero, on ``modules`` (``model.layers.1.q``)."""
     generator = torch.Generator().manual_seed(seed)
@@ -167,9 +172,9 @@ def toy_updates(
     updates = {}
     for module in modules:
         out_size, in_size = shapes[module]
-        lora_A = (torch.randn(rank, in_size, generator=generator) * 0.3).requires_grad_()
-        lora_B = (torch.randn(out_size, rank, generator=generator) * 0.3).requires_grad_()
-        updates[module] = LowRankUpdate(lora_A, lora_B, 2.0, dropout)
+        lora_A = (torch.randn(rank, in_size, generator=generator) * 0.3).to(device)
+        lora_B = (torch.randn(out_size, rank, generator=generator) * 0.3).to(device)
+        updates[module] = LowRankUpdate(lora_A.requires_grad_(), lora_B.requires_grad_(), 2.0, dropout)
     return updates
 
 
