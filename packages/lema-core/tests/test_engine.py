@@ -401,22 +401,21 @@ def test_a_hanging_read_does_not_hang_close_or_abort(
     monkeypatch.setattr("lema_core.store.engine._PATIENCE_S", 0.2)
     runner = opened(tensors, new_device())
     store = runner.store
-    read, begun, go_on = store._reader.read_granule, threading.Event(), threading.Event()
+    read, begun, go_on, waited_for = store._reader.read_granule, threading.Event(), threading.Event(), []
 
     def hanging(granule: Granule, slot: memoryview) -> None:
         begun.set()
-        assert go_on.wait(30)
+        if not go_on.wait(30):
+            waited_for.append("somebody waited for the read")
         read(granule, slot)
 
     monkeypatch.setattr(store._reader, "read_granule", hanging)
     trace, parts = forward_trace(store)
     store.begin_step(trace)
     assert begun.wait(10)
-    started = time.monotonic()
     store.abort_step()
     with pytest.raises(PlanError, match="still hangs"):
         store.begin_step(trace)
-    assert time.monotonic() - started < 5
     go_on.set()
     deadline = time.monotonic() + 10
     while store._engine._run.threads_busy and time.monotonic() < deadline:
@@ -427,13 +426,12 @@ def test_a_hanging_read_does_not_hang_close_or_abort(
     assert store._engine.plan(trace).near.loads
     store.begin_step(trace)
     assert begun.wait(10)
-    started = time.monotonic()
     store.close()
-    assert time.monotonic() - started < 5
     go_on.set()
     for thread in store._engine._threads:
         thread.join(10)
         assert not thread.is_alive()
+    assert not waited_for
 
 
 def test_a_runner_is_usable_after_a_failed_step(
