@@ -110,9 +110,7 @@ def test_a_cut_file_is_told_from_a_short_read(
     slot = memory(8192)
     reader.read(file, 4096, slot, 8192, NAMES)
     os.truncate(file, length)
-    with pytest.raises(
-        CheckpointError, match=rf"cut while in use: .* up to 12288, .* ends at {length}; download"
-    ):
+    with pytest.raises(CheckpointError, match=rf"cut while in use: .* up to 12288, .* ends at {length}; download"):
         reader.read(file, 4096, slot, 8192, NAMES)
     reader.read(file, 4096, slot, length - 4096, NAMES)
 
