@@ -22,6 +22,7 @@ from lema_core.errors import CheckpointError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|del)-(?P<pid>\d{1,9})")
+_PARTIAL = re.compile(r".+\.(?P<pid>\d{1,9})\.partial")
 
 
 @contextmanager
@@ -60,7 +61,8 @@ def remove_folder(folder: Path) -> None:
 
 
 def clean_leftovers(parent: Path, name: str | None = None) -> list[str]:
-    """Put right what killed processes left in ``parent`` of the folder ``name`` (None: of any ``checkpoint-<step>``).
+    """Put right what killed processes left in ``parent`` of the folder ``name`` (None: of any ``checkpoint-<step>``),
+    and of files that were being written there.
 
     Call it before this process writes there. Returns a line per leftover for the log; those of living processes stay.
     """
@@ -68,6 +70,11 @@ def clean_leftovers(parent: Path, name: str | None = None) -> list[str]:
     if not parent.is_dir():
         return messages
     for path in sorted(parent.iterdir()):
+        partial = _PARTIAL.fullmatch(path.name)
+        if partial is not None and path.is_file() and not _is_running(int(partial["pid"])):
+            path.unlink()
+            messages.append(f"{path}: removed, left by an interrupted run")
+            continue
         match = _LEFTOVER.fullmatch(path.name)
         if match is None or not (match["name"] == name if name else re.fullmatch(r"checkpoint-\d+", match["name"])):
             continue

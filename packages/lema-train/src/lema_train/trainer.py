@@ -3,6 +3,7 @@ from."""
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ from lema_train.optimizer import Optimizer, load_optimizer_state, optimizer_stat
 from lema_train.peft_format import load_peft, peft_bytes, save_peft
 from lema_train.schedule import check_schedule, learning_rate_at
 from lema_train.state import TrainerState
+
+#: steps between full collections: what the interpreter keeps for reuse would otherwise grow for a thousand steps
+_COLLECT_EVERY = 25
 
 
 @dataclass(frozen=True)
@@ -102,16 +106,21 @@ class Trainer:
         whole.check_ids(self.runner.adapter.vocab_size)
         rows = self.options.rows_per_micro_batch
         batches = [whole.rows(i, i + rows) for i in range(0, whole.input_ids.shape[0], rows)]
-        logits = None
-        if return_logits:
-            logits = torch.cat([self.runner.logits(batch) for batch in batches])
-        return logits, self.train_micro_batches(batches)["loss"]
+        if not return_logits:
+            return None, self.train_micro_batches(batches)["loss"]
+        left_out = {i: self.runner.logits(batch) for i, batch in enumerate(batches) if not batch.n_targets}
+        logits: dict[int, Tensor] = {}
+        loss = self.train_micro_batches(batches, logits)["loss"]
+        logits |= left_out
+        return torch.cat([logits[i] for i in range(len(batches))]), loss
 
-    def train_micro_batches(self, batches: Sequence[TokenBatch]) -> dict[str, Any]:
+    def train_micro_batches(
+        self, batches: Sequence[TokenBatch], logits: dict[int, Tensor] | None = None
+    ) -> dict[str, Any]:
         """One optimizer step over ``batches``, their loss weighted by token; returns the step's metrics.
 
-        A micro-batch without supervised tokens counts as left out; when none has any, nothing changes and the loss is
-        NaN.
+        ``logits``: see ModelRunner.train_step. A micro-batch without supervised tokens counts as left out; when none
+        has any, nothing changes and the loss is NaN.
         """
         started = time.perf_counter()
         for batch in batches:
@@ -127,10 +136,12 @@ class Trainer:
                 "they are left out"
             )
         if total_targets(batches):
-            loss = self.runner.train_step(batches, self._how, self.step)
+            loss = self.runner.train_step(batches, self._how, self.step, logits)
             grad_norm = self._update(loss)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        if self.step % _COLLECT_EVERY == 0:
+            gc.collect()
         tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
         self.tokens += tokens
         self.metrics = {

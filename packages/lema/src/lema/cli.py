@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import sys
@@ -50,6 +51,9 @@ def main(argv: Sequence[str]) -> int:
             config = compose(*_split(argv))
             debug = config.debug
             _run(config)
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (Exception, KeyboardInterrupt) as error:
         return report(error, debug)
     return 0

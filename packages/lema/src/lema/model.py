@@ -112,7 +112,7 @@ class LemaModel:
             rows_per_micro_batch=c.batch_size,
             recompute=c.gradient_checkpointing is not False,
             seed=c.seed,
-            base_model=c.model_name_or_path,
+            base_model=self._base_name(),
             config=c.to_dict(),
         )
         return Trainer(self.runner, lora, optimizer, options, say)
@@ -122,11 +122,11 @@ class LemaModel:
         one by one."""
         lora, path = self._require_lora(), Path(path)
         if path.exists():
-            save_peft(path, lora, self.adapter, self.config.model_name_or_path)
+            save_peft(path, lora, self.adapter, self._base_name())
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_folder(path, peft_bytes(lora)) as temporary:
-                save_peft(temporary, lora, self.adapter, self.config.model_name_or_path)
+                save_peft(temporary, lora, self.adapter, self._base_name())
         return path
 
     @classmethod
@@ -282,7 +282,7 @@ class LemaModel:
         c, shares = self.config, self._device.shares_ram
         limit = process_memory_limit()
         ram_limit = parse_amount(c.ram_budget, limit.bytes, "ram_budget")
-        dtype = self._device.compute_dtype(torch.bfloat16)
+        dtype = self._device.compute_dtype(self._model.matrix_dtype)
         recompute = c.gradient_checkpointing is not False
         # On CUDA the fused kernels of grouped-query attention take half precision only.
         fused = shares or dtype.itemsize == 2
@@ -321,6 +321,11 @@ class LemaModel:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _base_name(self) -> str:
+        """What adapter_config.json calls the base model: a path that holds from any folder, or the name as given."""
+        given = str(self.config.model_name_or_path)
+        return str(Path(given).absolute()) if Path(given).exists() else given
 
     def _require_lora(self) -> LoraWeights:
         if self.lora is None:

@@ -26,6 +26,8 @@ def generate_greedy(
     Prompts of unequal length are padded on the left. A row that stopped is carried along until all have. Raises
     DataError for an empty prompt or an id outside the vocabulary, BudgetError when the cache cannot fit.
     """
+    if not prompts:
+        return []
     if any(len(prompt) == 0 for prompt in prompts):
         raise DataError("a prompt has no tokens; give at least one (the tokenizer's BOS, say)")
     longest = max(len(prompt) for prompt in prompts)

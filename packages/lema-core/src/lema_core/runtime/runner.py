@@ -61,36 +61,50 @@ class ModelRunner:
         self.store = store
         self._model = model
         self._device: Device = store.device
-        storage = next(iter(model.layout.parts.values()))[0].dtype
-        self.dtype = self._device.compute_dtype(storage)
+        self.dtype = self._device.compute_dtype(model.matrix_dtype)
         biased = frozenset(name[: -len(".bias")] for name in model.layout.parts if name.endswith(".bias"))
         self._ops = StreamedOps(store, kernel, self._device.torch_device, self.dtype, updates, biased)
         self._traces: dict[Hashable, Trace] = {}
 
     # -- training
 
-    def train_step(self, batches: Sequence[TokenBatch], how: TrainPass, step: int) -> float:
+    def train_step(
+        self, batches: Sequence[TokenBatch], how: TrainPass, step: int, logits: dict[int, Tensor] | None = None
+    ) -> float:
         """Add the gradient of the token-weighted mean loss over all micro-batches to the parameters; returns that loss.
 
-        Micro-batches without a target are left out. ``step`` keys dropout.
+        Micro-batches without a target are left out. ``step`` keys dropout. ``logits``, where given, takes those of this
+        forward by micro-batch, fp32 [B, T, V] on the CPU; none of one that was left out.
         """
         n_targets = total_targets(batches)
         if n_targets == 0:
             raise DataError("every label of this step is masked: there is nothing to learn from")
 
         def compute(ops: StreamedOps, batch: TokenBatch, index: int = 0) -> Tensor:
-            return self._train_micro_batch(ops, batch, how, DropoutKey(how.seed, step, index), 1.0 / n_targets)
+            dropout = DropoutKey(how.seed, step, index)
+            return self._train_micro_batch(ops, batch, how, dropout, 1.0 / n_targets, logits)
 
-        key = ("train", how.first_layer, how.recompute)
-        vocab = self.adapter.vocab_size
+        def key(batch: TokenBatch) -> Hashable:
+            projected = 0 if logits is None else n_chunks(batch.input_ids.numel(), self.adapter.vocab_size)
+            targets = n_chunks(batch.n_targets, self.adapter.vocab_size)
+            return "train", how.first_layer, how.recompute, targets, projected
+
         learning = [(index, batch) for index, batch in enumerate(batches) if batch.n_targets]
-        traces = [self.trace((*key, n_chunks(batch.n_targets, vocab)), compute, batch) for _, batch in learning]
+        traces = [self.trace(key(batch), compute, batch) for _, batch in learning]
+        if logits is not None:
+            logits.clear()
         with self._step(_one_after_another(traces)):
             losses = [compute(self._ops, batch, index) for index, batch in learning]
         return sum(loss.item() for loss in losses) / n_targets
 
     def _train_micro_batch(
-        self, ops: StreamedOps, batch: TokenBatch, how: TrainPass, dropout: DropoutKey, scale: float
+        self,
+        ops: StreamedOps,
+        batch: TokenBatch,
+        how: TrainPass,
+        dropout: DropoutKey,
+        scale: float,
+        logits: dict[int, Tensor] | None,
     ) -> Tensor:
         adapter, last = self.adapter, self.adapter.n_layers - 1
         ctx = self._context(ops, batch, dropout=dropout)
@@ -106,6 +120,8 @@ class ModelRunner:
                 else:
                     kept[layer] = self._with_graph(ops, layer, x_BTC, ctx, how, again=False)
                     x_BTC = kept[layer][1].detach()
+            if logits is not None:
+                logits[dropout.micro_batch] = self._project(ops, x_BTC)
         positions, targets = (t.to(x_BTC.device) for t in batch.supervised)
         x_NC = x_BTC.reshape(-1, x_BTC.shape[-1])
         loss, dx = head_loss(adapter, ops, x_NC, positions, targets, scale, wants_dx=how.first_layer <= last)
@@ -154,17 +170,20 @@ class ModelRunner:
     @torch.no_grad()
     def logits(self, batch: TokenBatch) -> Tensor:
         """fp32 [B, T, V] on the CPU, without dropout."""
-        b, t = batch.input_ids.shape
 
         def compute(ops: StreamedOps, batch: TokenBatch) -> Tensor:
-            x_BTC = self._hidden(ops, batch, self._context(ops, batch))
-            chunks = x_BTC.reshape(-1, x_BTC.shape[-1]).split(chunk_tokens(self.adapter.vocab_size))
-            out_NV = torch.empty(b * t, self.adapter.vocab_size, device="meta" if x_BTC.is_meta else "cpu")
-            for chunk_nC, out_nV in zip(chunks, out_NV.split(chunk_tokens(self.adapter.vocab_size)), strict=True):
-                out_nV.copy_(self.adapter.head(ops, chunk_nC))
-            return out_NV.view(b, t, -1)
+            return self._project(ops, self._hidden(ops, batch, self._context(ops, batch)))
 
-        return self._run(("logits", n_chunks(b * t, self.adapter.vocab_size)), compute, batch)
+        return self._run(("logits", n_chunks(batch.input_ids.numel(), self.adapter.vocab_size)), compute, batch)
+
+    def _project(self, ops: StreamedOps, x_BTC: Tensor) -> Tensor:
+        """The head over every token, a chunk at a time: fp32 [B, T, V] on the CPU."""
+        chunk = chunk_tokens(self.adapter.vocab_size)
+        x_NC = x_BTC.reshape(-1, x_BTC.shape[-1])
+        out_NV = torch.empty(len(x_NC), self.adapter.vocab_size, device="meta" if x_NC.is_meta else "cpu")
+        for chunk_nC, out_nV in zip(x_NC.split(chunk), out_NV.split(chunk), strict=True):
+            out_nV.copy_(self.adapter.head(ops, chunk_nC))
+        return out_NV.view(*x_BTC.shape[:-1], -1)
 
     @torch.no_grad()
     def next_logits(self, batch: TokenBatch, cache: KVCache) -> Tensor:

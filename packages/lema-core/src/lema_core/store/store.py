@@ -60,6 +60,11 @@ class StreamedModel:
     embeddings: Mapping[str, TensorInfo]
 
     @property
+    def matrix_dtype(self) -> torch.dtype:
+        """What the products' weights are stored as; norms and biases may differ."""
+        return next(parts[0].dtype for parts in self.layout.parts.values() if len(parts[0].shape) == 2)
+
+    @property
     def row_bytes(self) -> int:
         return sum(info.shape[1] * info.dtype.itemsize for info in self.embeddings.values())
 
