@@ -21,7 +21,7 @@ import lema.model
 from lema import LemaConfig, LemaModel
 from lema_core.checkpoint import bind_tensors, read_manifest
 from lema_core.device import Device
-from lema_core.store.store import StreamedModel, cut_model
+from lema_core.store.model import StreamedModel, cut_model
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -23,7 +23,7 @@ from lema_core.runtime.batch import TokenBatch
 from lema_core.runtime.runner import ModelRunner, TrainPass
 from lema_core.store.engine import StepPlan
 from lema_core.store.granules import StreamedTensor, lay_out
-from lema_core.store.store import StreamedModel, WindowSizes
+from lema_core.store.model import StreamedModel, WindowSizes
 from lema_core.store.trace import Trace
 from lema_core.testing.checking import CheckingStore
 from lema_core.testing.simulated import SimulatedAccelerator

@@ -19,7 +19,8 @@ from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.records import load_object
 from lema_core.runtime.batch import TokenBatch
 from lema_core.runtime.runner import ModelRunner, TrainPass
-from lema_core.store.store import TensorStore, cut_model
+from lema_core.store.model import cut_model
+from lema_core.store.store import TensorStore
 from lema_core.testing.simulated import SimulatedAccelerator
 from lema_models.llama import LlamaAdapter
 from lema_models.plugin import lema_architectures

@@ -195,14 +195,14 @@ def test_demo_rows_are_right_seeded_and_held_out_dates_are_apart(
 ) -> None:
     rows = demo_rows(300, seed=1)
     for row in rows:
-        user, assistant = row["messages"]
+        _, user, assistant = row["messages"]
         assert read_date(user["content"]).isoformat() == assistant["content"]
         if "day," in user["content"]:
             assert date.fromisoformat(assistant["content"]).strftime("%A") in user["content"]
     assert rows == demo_rows(300, seed=1) != demo_rows(300, seed=2)
 
     def answers(some: list[dict[str, Any]]) -> set[str]:
-        return {row["messages"][1]["content"] for row in some}
+        return {row["messages"][-1]["content"] for row in some}
 
     assert len(answers(rows)) == 300
     every_training_date = answers(demo_rows(65_000))

@@ -257,7 +257,8 @@ class LemaConfig:
             raise ConfigError(
                 f"eval_split: {self.eval_split} and eval_file {self.eval_file!r} contradict; give one of them"
             )
-        if self.eval_steps is not None and self.eval_file is None and not self.eval_split:
+        has_rows = self.eval_file is not None or self.eval_split > 0 or self.train_file == "demo"
+        if self.eval_steps is not None and not has_rows:
             raise ConfigError(f"eval_steps: {self.eval_steps} has nothing to evaluate; give eval_file or eval_split")
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -24,7 +24,8 @@ from lema_core.runtime.footprint import activation_bytes
 from lema_core.runtime.generation import generate_greedy
 from lema_core.runtime.runner import ModelRunner
 from lema_core.store.budget import BudgetPlan, BudgetRequest
-from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE, StoreStats, TensorStore, cut_model
+from lema_core.store.model import cut_model
+from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE, StoreStats, TensorStore
 from lema_train.atomic import atomic_folder
 from lema_train.checkpoint import STATE_FILE
 from lema_train.data import TextStream, Tokenizer

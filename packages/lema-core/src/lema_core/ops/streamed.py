@@ -17,7 +17,7 @@ from torch import Tensor
 from lema_core.ops.context import DropoutKey, ForwardContext
 from lema_core.ops.linear import LinearKernel
 from lema_core.ops.low_rank import LowRankUpdate
-from lema_core.store.store import WeightSource
+from lema_core.store.source import WeightSource
 
 
 class StreamedOps:

@@ -18,7 +18,8 @@ from lema_core.ops.linear import LinearKernel
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import StreamedOps
 from lema_core.runtime.head_loss import chunk_tokens
-from lema_core.store.store import StreamedModel, TraceRecorder
+from lema_core.store.model import StreamedModel
+from lema_core.store.trace import TraceRecorder
 
 #: temporaries alive together inside one operation or between two, in multiples of the largest tensor a block saves
 _TEMPORARIES = 4

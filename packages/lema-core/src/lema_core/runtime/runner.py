@@ -25,8 +25,9 @@ from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import StreamedOps
 from lema_core.runtime.batch import TokenBatch, total_targets
 from lema_core.runtime.head_loss import chunk_tokens, head_loss, n_chunks
-from lema_core.store.store import StreamedModel, TensorStore, TraceRecorder
-from lema_core.store.trace import Trace
+from lema_core.store.model import StreamedModel
+from lema_core.store.store import TensorStore
+from lema_core.store.trace import Trace, TraceRecorder
 
 T = TypeVar("T")
 

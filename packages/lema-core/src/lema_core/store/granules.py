@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from lema_core.checkpoint import TensorInfo
+    from lema_core.checkpoint.segments import TensorInfo
 
 #: direct I/O wants file offsets, lengths and addresses in multiples of this
 SECTOR_BYTES = 4096

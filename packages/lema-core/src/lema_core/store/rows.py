@@ -15,7 +15,7 @@ from lema_core.store.disk import DiskReader
 from lema_core.store.granules import SECTOR_BYTES
 
 if TYPE_CHECKING:
-    from lema_core.checkpoint import TensorInfo
+    from lema_core.checkpoint.segments import TensorInfo
 
 _BOUNCE_BYTES = 1 << 20
 

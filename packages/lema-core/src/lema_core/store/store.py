@@ -2,131 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from lema_core.device import Device, map_ram
-from lema_core.errors import BudgetError, PlanError
+from lema_core.errors import PlanError
 from lema_core.store.disk import DiskReader
 from lema_core.store.engine import StepPlan, TransferEngine
-from lema_core.store.granules import MAX_GRANULE_BYTES, GranuleLayout, Part, StreamedTensor, lay_out
-from lema_core.store.rows import RowCache, bounce_bytes
+from lema_core.store.granules import Part
+from lema_core.store.model import StreamedModel, WindowSizes
+from lema_core.store.rows import RowCache
 from lema_core.store.trace import Trace
 from lema_core.store.window import Window
 
-if TYPE_CHECKING:
-    from lema_core.adapter import ModelAdapter
-    from lema_core.checkpoint import TensorInfo
-
 DEFAULT_PREFETCH_DISTANCE = 8
-#: the fewest rows of an embedding that its region holds
-_MIN_ROWS = 16
-_ROWS_BYTES = 4_000_000
-
-
-class WeightSource(Protocol):
-    """What operations borrow weights from: the store, or a recorder that traces a step on the meta device."""
-
-    def parts(self, name: str) -> tuple[Part, ...]:
-        """The row blocks of a tensor, in order."""
-
-    def borrow(self, part: Part) -> AbstractContextManager[Tensor]:
-        """A row block in storage format on the device, valid inside the ``with`` only."""
-
-    def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows of an embedding: int64 ids [N] -> [N, C] as ``dtype`` on the device."""
-
-
-@dataclass(frozen=True)
-class WindowSizes:
-    """Slots per tier and the rows region, decided before the first byte moves. ``device_slots`` is 0 where RAM is the
-    device's."""
-
-    ram_slots: int
-    device_slots: int
-    n_rows: int
-
-
-@dataclass(frozen=True)
-class StreamedModel:
-    """A model's tensors bound to their files, cut into granules. ``embeddings``: read by rows."""
-
-    layout: GranuleLayout
-    embeddings: Mapping[str, TensorInfo]
-
-    @property
-    def matrix_dtype(self) -> torch.dtype:
-        """What the products' weights are stored as; norms and biases may differ."""
-        return next(parts[0].dtype for parts in self.layout.parts.values() if len(parts[0].shape) == 2)
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(info.shape[1] * info.dtype.itemsize for info in self.embeddings.values())
-
-    def default_rows(self) -> int:
-        """Rows of the region when nothing presses; follows from the model alone."""
-        most = max((info.shape[0] for info in self.embeddings.values()), default=0)
-        return min(most, max(_MIN_ROWS, _ROWS_BYTES // max(1, self.row_bytes)))
-
-    @property
-    def bounce_bytes(self) -> int:
-        """What rows are read into on their way to the region."""
-        return max(map(bounce_bytes, self.embeddings.values()), default=0)
-
-    @property
-    def smallest_bytes(self) -> int:
-        """The least a window can be: one granule and a few rows."""
-        return self.layout.slot_bytes + min(_MIN_ROWS, self.default_rows()) * self.row_bytes + self.bounce_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """A window that holds everything."""
-        return self.layout.total_bytes + self.default_rows() * self.row_bytes + self.bounce_bytes
-
-    def sizes(self, ram_bytes: int | None, device_bytes: int | None, device_shares_ram: bool) -> WindowSizes:
-        """Slots for budgets in bytes (None: everything). Raises BudgetError when not even one granule fits."""
-        n = len(self.layout.granules)
-        slot_bytes = self.layout.slot_bytes
-        rows = self.default_rows()
-        if ram_bytes is not None:
-            if ram_bytes < self.smallest_bytes:
-                raise BudgetError(
-                    f"weights_ram gives {ram_bytes:,} bytes; the smallest window needs {self.smallest_bytes:,} "
-                    f"(one granule of {slot_bytes:,} and a few embedding rows); raise weights_ram"
-                )
-            ram_bytes -= self.bounce_bytes
-            beside = max(ram_bytes // 8, ram_bytes - n * slot_bytes)
-            rows = max(min(_MIN_ROWS, rows), min(rows, min(beside, ram_bytes - slot_bytes) // max(1, self.row_bytes)))
-        ram_slots = n if ram_bytes is None else min(n, (ram_bytes - rows * self.row_bytes) // slot_bytes)
-        if device_shares_ram:
-            return WindowSizes(ram_slots, 0, rows)
-        if device_bytes is not None and device_bytes < slot_bytes:
-            raise BudgetError(
-                f"weights_vram gives {device_bytes:,} bytes; the smallest window needs {slot_bytes:,} (one granule); "
-                "raise weights_vram"
-            )
-        device_slots = n if device_bytes is None else min(n, device_bytes // slot_bytes)
-        return WindowSizes(ram_slots, device_slots, rows)
-
-
-def cut_model(
-    adapter: ModelAdapter, tensors: Mapping[str, TensorInfo], max_granule_bytes: int = MAX_GRANULE_BYTES
-) -> StreamedModel:
-    """Cut the bound ``tensors`` of ``adapter``. An embedding is read by rows, and as granules too where a tied head
-    uses it."""
-    streamed: list[StreamedTensor] = []
-    embeddings: dict[str, TensorInfo] = {}
-    for spec in adapter.tensors():
-        if spec.role == "embedding":
-            embeddings[spec.name] = tensors[spec.name]
-        else:
-            streamed.append(StreamedTensor(spec.name, tensors[spec.name], spec.layer))
-    return StreamedModel(lay_out(streamed, max_granule_bytes), embeddings)
 
 
 class Borrow:
@@ -307,37 +199,3 @@ class TensorStore:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-class _Recorded:
-    __slots__ = ("_tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __enter__(self) -> Tensor:
-        return self._tensor
-
-    def __exit__(self, *exc_info: object) -> None:
-        return None
-
-
-class TraceRecorder:
-    """Stands in for the store while a step runs on the meta device, and writes down what is borrowed."""
-
-    def __init__(self, model: StreamedModel) -> None:
-        self._model = model
-        self._accesses: list[int] = []
-
-    def parts(self, name: str) -> tuple[Part, ...]:
-        return self._model.layout.parts[name]
-
-    def borrow(self, part: Part) -> AbstractContextManager[Tensor]:
-        self._accesses.append(part.granule)
-        return _Recorded(torch.empty(part.shape, dtype=part.dtype, device="meta"))
-
-    def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty(ids.numel(), self._model.embeddings[name].shape[1], dtype=dtype, device="meta")
-
-    def trace(self, key: Hashable) -> Trace:
-        return Trace(key, tuple(self._accesses))

@@ -11,7 +11,8 @@ from torch import Tensor
 from lema_core.checkpoint import TensorInfo, read_tensor
 from lema_core.device import Device
 from lema_core.store.granules import Part
-from lema_core.store.store import Borrow, StreamedModel, TensorStore, WindowSizes
+from lema_core.store.model import StreamedModel, WindowSizes
+from lema_core.store.store import Borrow, TensorStore
 
 
 class CheckingStore(TensorStore):

@@ -24,7 +24,8 @@ from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import StreamedOps
 from lema_core.runtime.runner import ModelRunner
 from lema_core.store.granules import MAX_GRANULE_BYTES
-from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE, StreamedModel, TensorStore, cut_model
+from lema_core.store.model import StreamedModel, cut_model
+from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE, TensorStore
 
 _EPS = 1e-5
 

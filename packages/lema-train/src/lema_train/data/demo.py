@@ -79,6 +79,8 @@ def _row(day: date, form: str) -> dict[str, Any]:
     )
     return {
         "messages": [
+            # Short: without one, a template may put a longer text of its own here, which every row would carry.
+            {"role": "system", "content": "Answer with the date only."},
             {"role": "user", "content": f"Write this date in ISO 8601: {written}"},
             {"role": "assistant", "content": day.isoformat()},
         ]

@@ -1,0 +1,24 @@
+"""What operations borrow weights from."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lema_core.store.granules import Part
+
+
+class WeightSource(Protocol):
+    """What operations borrow weights from: the store, or a recorder that traces a step on the meta device."""
+
+    def parts(self, name: str) -> tuple[Part, ...]:
+        """The row blocks of a tensor, in order."""
+
+    def borrow(self, part: Part) -> AbstractContextManager[Tensor]:
+        """A row block in storage format on the device, valid inside the ``with`` only."""
+
+    def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of an embedding: int64 ids [N] -> [N, C] as ``dtype`` on the device."""
