@@ -195,7 +195,7 @@ def test_demo_rows_are_right_seeded_and_held_out_dates_are_apart(
 ) -> None:
     rows = demo_rows(300, seed=1)
     for row in rows:
-        _, user, assistant = row["messages"]
+        user, assistant = row["messages"]
         assert read_date(user["content"]).isoformat() == assistant["content"]
         if "day," in user["content"]:
             assert date.fromisoformat(assistant["content"]).strftime("%A") in user["content"]

@@ -70,7 +70,7 @@ def _exact_match(model: LemaModel, dataset: Dataset) -> tuple[int, int, dict[str
     asked.sort(key=lambda item: len(item[0]))
     matched, example = 0, None
     # Weights pass once per token whatever the rows, so answers are generated many at a time.
-    together = max(32, model.config.batch_size)
+    together = max(48, model.config.batch_size)
     for start in range(0, len(asked), together):
         group = asked[start : start + together]
         # One token beyond the longest answer tells whether the model stops there.

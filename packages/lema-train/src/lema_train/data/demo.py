@@ -55,7 +55,7 @@ def demo_rows(n: int, seed: int = 0, held_out: bool = False) -> list[dict[str, A
     return [_row(date.fromordinal(days[i]), _FORMS[k % len(_FORMS)]) for k, i in enumerate(chosen)]
 
 
-def write_demo(folder: Path, train_rows: int = 512, eval_rows: int = 64, seed: int = 0) -> tuple[Path, Path]:
+def write_demo(folder: Path, train_rows: int = 512, eval_rows: int = 48, seed: int = 0) -> tuple[Path, Path]:
     """Write ``train.jsonl`` and ``eval.jsonl``, which share no date, into a folder (made if need be); their paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,8 +79,6 @@ def _row(day: date, form: str) -> dict[str, Any]:
     )
     return {
         "messages": [
-            # Short: without one, a template may put a longer text of its own here, which every row would carry.
-            {"role": "system", "content": "Answer with the date only."},
             {"role": "user", "content": f"Write this date in ISO 8601: {written}"},
             {"role": "assistant", "content": day.isoformat()},
         ]
