@@ -179,6 +179,8 @@ def _kernels() -> Iterable[Row]:
         reason = _why_not(partial(load_object, kernel.impl))
         if reason is None and kernel.device_type not in here:
             reason = f"for {kernel.device_type}, which is not here"
+        if reason is None:
+            reason = ", ".join(kernel.unsupported(None)) or None
         device = "any device" if kernel.device_type == "*" else kernel.device_type
         detail = reason or f"on {device}, priority {kernel.priority}"
         yield Row(f"{kernel.op}: {kernel.name}", detail, reason is None)
