@@ -111,6 +111,7 @@ def _machine() -> Iterable[Row]:
     )
     yield Row("torch uses", f"{torch.backends.cpu.get_cpu_capability()} instructions")
     yield Row("threads", f"{torch.get_num_threads()} of {usable} CPUs this process may run on")
+    yield Row("idle threads", f"OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY', 'not set: they spin for a while')}")
 
 
 def _memory() -> Iterable[Row]:
