@@ -39,6 +39,10 @@ def make(rows: int, k: int, n: int, dtype: torch.dtype, seed: int = 0) -> tuple[
     return weight, torch.randn(k, n, generator=generator), torch.randn(rows, n, generator=generator)
 
 
+def stored_bytes(tensor: Tensor) -> bytes:
+    return bytes(tensor.view(torch.uint8).flatten().tolist())
+
+
 def products(
     kernel: NativeLinear | LinearKernel, weight: Tensor, x: Tensor, dy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +100,7 @@ def test_weights_at_any_address(native: NativeLinear, dtype: torch.dtype, offset
         weight, x, dy = make(rows, k, n, dtype)
         size = weight.numel() * weight.element_size()
         memory = bytearray(b"\xff" * (offset + size + 64))
-        memory[offset : offset + size] = weight.view(torch.uint8).numpy().tobytes()
+        memory[offset : offset + size] = stored_bytes(weight)
         placed = torch.frombuffer(memory, dtype=dtype, count=weight.numel(), offset=offset).view(rows, k)
         assert placed.data_ptr() % 4 == (torch.frombuffer(memory, dtype=torch.uint8).data_ptr() + offset) % 4
         for found, expected in zip(products(native, placed, x, dy), products(native, weight, x, dy), strict=True):
@@ -166,15 +170,18 @@ def test_a_forked_child_has_threads_of_its_own(native: NativeLinear) -> None:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(30)
-        native.forward(weight, x, out)
-        os.write(writing, out.numpy().tobytes())
-        os._exit(0)
+        try:
+            signal.alarm(30)
+            native.forward(weight, x, out)
+            os.write(writing, stored_bytes(out))
+            os._exit(0)
+        finally:
+            os._exit(1)
     os.close(writing)
     with os.fdopen(reading, "rb") as answer:
         found = answer.read()
     assert os.waitpid(child, 0)[1] == 0
-    assert found == expected.numpy().tobytes()
+    assert found == stored_bytes(expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
