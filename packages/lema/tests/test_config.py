@@ -107,7 +107,7 @@ def test_spellings(name: str, value: Any, expected: Any) -> None:
         ("grad_acc_bits", 8, "fp32"),
         ("target_step_time_ms", 250, "null"),
         ("quant_backend", "torchao", "fp32, fp16, bf16"),
-        ("backend", "cpp", "plain torch"),
+        ("backend", "cuda", "auto, cpp, python"),
         ("training_mode", "selective_full", "lora"),
         ("strategy", "residnt", "did you mean 'resident'?"),
         ("task", "trian", "did you mean 'train'?"),

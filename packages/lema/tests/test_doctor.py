@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +27,17 @@ def test_needs_no_model_and_answers_every_question(capsys: pytest.CaptureFixture
         assert re.search(rf"^  {device}\S* +(yes|no ) \S", text, re.MULTILINE)
     assert re.search(r"^  llama +(yes|no ) ", text, re.MULTILINE)
     assert re.search(r"^  folder +yes", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "passive"), ("active", "active")])
+def test_idle_threads_sleep_unless_the_environment_says_otherwise(
+    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    child = subprocess.run([sys.executable, "-m", "lema", "task=doctor"], capture_output=True, text=True, check=True)
+    assert f"OMP_WAIT_POLICY={expected}\n" in child.stdout
 
 
 def test_every_no_has_a_reason() -> None:

@@ -29,7 +29,7 @@ ENTRY_POINT_GROUP = "lema"
 DISABLE_VARIABLE = "LEMA_DISABLE_PLUGINS"
 
 # Loaded before all others, so that a name which lema ships cannot be taken over by whatever else is installed.
-_FIRST_PARTY = ("lema-core", "lema-models", "lema-train", "lema")
+_FIRST_PARTY = ("lema-core", "lema-models", "lema-cuda", "lema-train", "lema")
 
 _log = logging.getLogger(__name__)
 

@@ -106,9 +106,9 @@ class LemaConfig:
     backend: str = choice(
         "auto",
         _MODEL,
-        "What moves and multiplies; results do not depend on it.",
-        ("auto", "python"),
-        absent={"cpp": "this version computes with plain torch; use backend=auto"},
+        "What multiplies: cpp (native code of lema-cuda), python (plain torch), auto (the best that serves here). "
+        "They differ by rounding.",
+        ("auto", "cpp", "python"),
     )
     num_threads: int | None = integer(None, _MODEL, "Threads to compute with; null leaves torch's choice.", 1)
 

@@ -111,6 +111,7 @@ def _machine() -> Iterable[Row]:
     )
     yield Row("torch uses", f"{torch.backends.cpu.get_cpu_capability()} instructions")
     yield Row("threads", f"{torch.get_num_threads()} of {usable} CPUs this process may run on")
+    yield Row("idle threads", f"OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY', 'not set: they spin for a while')}")
 
 
 def _memory() -> Iterable[Row]:
@@ -179,6 +180,8 @@ def _kernels() -> Iterable[Row]:
         reason = _why_not(partial(load_object, kernel.impl))
         if reason is None and kernel.device_type not in here:
             reason = f"for {kernel.device_type}, which is not here"
+        if reason is None:
+            reason = ", ".join(kernel.unsupported(None)) or None
         device = "any device" if kernel.device_type == "*" else kernel.device_type
         detail = reason or f"on {device}, priority {kernel.priority}"
         yield Row(f"{kernel.op}: {kernel.name}", detail, reason is None)

@@ -15,10 +15,10 @@ from lema.config import LemaConfig, MemoryStrategy
 from lema_core.budgets import parse_amount
 from lema_core.checkpoint import bind_tensors, read_generation_config, read_hf_config, read_manifest
 from lema_core.device import Device, open_device
-from lema_core.errors import CheckpointError, ConfigError
+from lema_core.errors import CheckpointError, ConfigError, PluginError
 from lema_core.memory import process_memory_limit, rss_bytes
 from lema_core.plugins import get_plugin_manager
-from lema_core.records import load_object
+from lema_core.records import Kernel, load_object
 from lema_core.runtime.batch import TokenBatch
 from lema_core.runtime.footprint import activation_bytes
 from lema_core.runtime.generation import generate_greedy
@@ -36,6 +36,8 @@ from lema_train.trainer import Trainer, TrainerOptions
 
 #: bytes a trained number takes beside itself: its gradient and two moments
 _TRAINED_NUMBER_BYTES = 12
+#: values of config.backend and the kernels they stand for
+_KERNEL_NAMES = {"auto": "auto", "cpp": "cpp", "python": "torch"}
 
 
 class LemaModel:
@@ -60,6 +62,8 @@ class LemaModel:
         self._model = cut_model(self.adapter, bound)
         self._hf_config = hf_config
         self._device = device if device is not None else open_device(config.device)
+        #: what multiplies
+        self.kernel = _linear_kernel(config.backend, self._device.torch_device.type)
         self._method = load_object(plugins.training_method(config.training_mode).method)
         self.lora: LoraWeights | None = None
         self.budget: BudgetPlan | None = None
@@ -270,8 +274,8 @@ class LemaModel:
             sizes = self._model.sizes(self.budget.ram, self.budget.device, self._device.shares_ram)
             distance = self.config.prefetch_distance or DEFAULT_PREFETCH_DISTANCE
             store = TensorStore(self._model, self._device, sizes, distance)
-            kernel, _ = get_plugin_manager().choose_kernel("linear", None, self._device.torch_device.type)
-            self._runner = ModelRunner(self.adapter, self._model, store, updates, load_object(kernel.impl)())
+            kernel = load_object(self.kernel.impl)()
+            self._runner = ModelRunner(self.adapter, self._model, store, updates, kernel)
         return self._runner
 
     def expect_tokens(self, longest: int) -> None:
@@ -336,3 +340,16 @@ class LemaModel:
     def _require_no_runner(self) -> None:
         if self._runner is not None:
             raise ConfigError("LoRA weights are put on a model before it first computes; open the model again")
+
+
+def _linear_kernel(backend: str, device_type: str) -> Kernel:
+    """The kernel that serves. Raises ConfigError where the one that was asked for cannot."""
+    plugins = get_plugin_manager()
+    if backend == "cpp" and all(kernel.name != "cpp" for kernel in plugins.kernels()):
+        raise ConfigError("backend: 'cpp' is not installed, packages/lema-cuda brings it; or use backend=auto")
+    try:
+        return plugins.choose_kernel("linear", None, device_type, _KERNEL_NAMES[backend])[0]
+    except PluginError as error:
+        if backend == "auto":
+            raise
+        raise ConfigError(f"backend: {backend!r} cannot serve here: {error}; use backend=auto") from error

@@ -1,0 +1,138 @@
+"""Where the native code cannot serve, the kernel says why and plain torch serves."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lema_cuda.library
+from lema_core.errors import PluginError
+from lema_core.plugins import PluginManager
+from lema_cuda import plugin
+
+PACKAGE = Path(__file__).parents[1]
+BUILT = lema_cuda.library.LIBRARY
+
+
+@pytest.fixture
+def library_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The module looks for library and record in tmp_path."""
+    monkeypatch.setattr(lema_cuda.library, "LIBRARY", tmp_path / "liblema.so")
+    monkeypatch.setattr(lema_cuda.library, "BUILD_RECORD", tmp_path / "build.json")
+    lema_cuda.library.open_library.cache_clear()
+    yield tmp_path
+    lema_cuda.library.open_library.cache_clear()
+
+
+def choice(name: str = "auto") -> tuple[str, list[str]]:
+    """The kernel chosen on a CPU, and what is said about each."""
+    from lema_core import builtin
+
+    manager = PluginManager()
+    assert manager.admit("lema-core", "core", lambda: builtin) and manager.admit("lema-cuda", "cuda", lambda: plugin)
+    chosen, reasons = manager.choose_kernel("linear", None, "cpu", name)
+    return chosen.name, reasons
+
+
+def test_native_code_is_preferred_where_it_serves(native: object) -> None:
+    assert choice() == ("cpp", ["cpp: chosen", "torch: usable, but cpp is preferred"])
+    assert choice("torch")[0] == "torch"
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEMA_DISABLE_NATIVE", "1")
+    assert choice() == ("torch", ["cpp: switched off by LEMA_DISABLE_NATIVE", "torch: chosen"])
+    with pytest.raises(PluginError, match="cpp: switched off by LEMA_DISABLE_NATIVE"):
+        choice("cpp")
+
+
+def test_switched_off_with_zero_is_on(monkeypatch: pytest.MonkeyPatch, native: object) -> None:
+    monkeypatch.setenv("LEMA_DISABLE_NATIVE", "0")
+    assert choice()[0] == "cpp"
+
+
+def test_a_cpu_that_lacks_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lema_cuda.library, "cpu_missing", lambda: "AVX2, FMA")
+    name, reasons = choice()
+    assert name == "torch" and reasons[0] == "cpp: needs AVX2, FMA and F16C, this CPU has no AVX2, FMA"
+
+
+def test_what_the_cpu_lacks_is_what_the_system_says(native: object) -> None:
+    flags = Path("/proc/cpuinfo")
+    if not flags.exists():
+        pytest.skip("needs /proc/cpuinfo")
+    words = flags.read_text().split()
+    assert lema_cuda.library.cpu_missing() == ", ".join(w for w in ("AVX2", "FMA", "F16C") if w.lower() not in words)
+
+
+def test_no_library(library_elsewhere: Path) -> None:
+    assert choice()[1][0] == f"cpp: {library_elsewhere}/liblema.so is missing, install lema-cuda again"
+    (library_elsewhere / "build.json").write_text(json.dumps({"compiler": None, "reason": "no C++ compiler was found"}))
+    name, reasons = choice()
+    assert name == "torch" and "liblema was not built: no C++ compiler was found" in reasons[0]
+
+
+def test_a_file_that_is_no_library(library_elsewhere: Path) -> None:
+    (library_elsewhere / "liblema.so").write_bytes(b"\x7fELF, almost")
+    assert "does not load" in choice()[1][0]
+
+
+def test_a_library_with_another_abi(native: object, library_elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(BUILT, library_elsewhere)
+    monkeypatch.setattr(lema_cuda.library, "ABI_VERSION", 999)
+    assert "has ABI 1, expected 999; install lema-cuda again" in choice()[1][0]
+
+
+def test_the_library_refuses_what_is_wrong_before_it_computes(native: object) -> None:
+    library = lema_cuda.library.open_library()
+    numbers, scratch = (ctypes.c_float * 64)(), (ctypes.c_char * 500_000)()
+
+    def forward(dtype: int = 0, rows: int = 2, stride: int = 4, scratch_bytes: int = 500_000, threads: int = 1) -> int:
+        return library.lema_linear_forward(
+            numbers, dtype, rows, 3, numbers, stride, 4, numbers, 4, scratch, scratch_bytes, threads
+        )
+
+    assert forward() == 0
+    assert [forward(dtype=3), forward(rows=-1), forward(stride=3), forward(threads=0)] == [1, 1, 1, 1]
+    needed = library.lema_linear_scratch_bytes(3, 4, 1)
+    assert [forward(scratch_bytes=needed), forward(scratch_bytes=needed - 1)] == [0, 2]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The package's source alone."""
+    copy = tmp_path / "lema-cuda"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("build", "*.so", "build.json", "tests", "*.egg-info"))
+    return copy
+
+
+def build(checkout: Path, cxx: str) -> dict[str, str | None]:
+    """The record of an editable build, which must succeed."""
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=checkout,
+        env={**os.environ, "CXX": cxx},
+        check=True,
+        capture_output=True,
+    )
+    return json.loads((checkout / "src/lema_cuda/build.json").read_text())
+
+
+def test_installing_without_a_compiler_succeeds_and_keeps_the_reason(checkout: Path) -> None:
+    (checkout / "src/lema_cuda/liblema.so").write_bytes(b"of an earlier build")
+    assert build(checkout, "no-such-compiler")["reason"] == "no C++ compiler no-such-compiler was found"
+    assert not (checkout / "src/lema_cuda/liblema.so").exists()
+
+
+def test_installing_with_a_compiler_that_fails_keeps_what_it_said(checkout: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "cxx"
+    compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: too old' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    assert build(checkout, str(compiler))["reason"] == "cxx failed: x.cpp:1: error: too old"

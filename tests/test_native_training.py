@@ -1,0 +1,78 @@
+"""Training with the native kernel: the losses of plain torch to rounding, the resident run's bits under any window."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+import lema_cuda.library
+from lema.doctor import print_report
+from lema_core.errors import ConfigError
+from lema_core.plugins import PluginManager
+from lema_cuda.library import refusals
+
+
+@pytest.fixture
+def native() -> None:
+    if reasons := refusals():
+        pytest.skip("; ".join(reasons))
+
+
+def losses(llamas, variant: str, **options) -> list[float]:
+    model = llamas.with_lora(llamas.folder(variant, num_hidden_layers=2), learning_rate=1e-2, **options)
+    trainer = model.get_trainer()
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(3):
+        ids = torch.randint(0, 128, (2, 11), generator=generator)
+        found.append(trainer.train_step(ids, ids, return_logits=False)[1])
+    model.close()
+    return found
+
+
+@pytest.mark.parametrize("variant", ["untied", "bf16", "fp16"])
+def test_losses_are_those_of_plain_torch(variant: str, llamas, native) -> None:
+    python = losses(llamas, variant, backend="python")
+    assert losses(llamas, variant, backend="cpp") == pytest.approx(python, rel=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["tied", "bf16"])
+def test_streamed_is_resident(variant: str, llamas, native, small_granules) -> None:
+    resident = losses(llamas, variant, backend="cpp", strategy="resident")
+    cut = llamas.cut(llamas.open(llamas.folder(variant, num_hidden_layers=2)), small_granules)
+    for budget in (cut.smallest_bytes, cut.smallest_bytes + 3 * cut.layout.slot_bytes):
+        assert losses(llamas, variant, backend="cpp", weights_ram=f"{budget}B") == resident
+
+
+def test_auto_takes_the_native_kernel(llamas, native) -> None:
+    assert llamas.open(llamas.folder()).kernel.name == "cpp"
+    assert llamas.open(llamas.folder(), backend="python").kernel.name == "torch"
+
+
+def test_switched_off(llamas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEMA_DISABLE_NATIVE", "1")
+    assert llamas.open(llamas.folder()).kernel.name == "torch"
+    with pytest.raises(ConfigError, match=r"^backend: 'cpp' cannot serve here: .*switched off by LEMA_DISABLE_NATIVE"):
+        llamas.open(llamas.folder(), backend="cpp")
+    print_report(report := io.StringIO())
+    assert "no  switched off by LEMA_DISABLE_NATIVE" in report.getvalue()
+
+
+def test_a_cpu_that_lacks_instructions(llamas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lema_cuda.library, "cpu_missing", lambda: "FMA")
+    assert llamas.open(llamas.folder()).kernel.name == "torch"
+    with pytest.raises(ConfigError, match="this CPU has no FMA; use backend=auto"):
+        llamas.open(llamas.folder(), backend="cpp")
+
+
+def test_not_installed(llamas, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = PluginManager()
+    with monkeypatch.context() as patch:
+        patch.setenv("LEMA_DISABLE_PLUGINS", "lema-cuda")
+        manager.load_installed()
+    monkeypatch.setattr("lema.model.get_plugin_manager", lambda: manager)
+    assert llamas.open(llamas.folder()).kernel.name == "torch"
+    with pytest.raises(ConfigError, match=r"^backend: 'cpp' is not installed"):
+        llamas.open(llamas.folder(), backend="cpp")
