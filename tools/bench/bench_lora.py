@@ -91,7 +91,9 @@ def drop_cached_pages(folder: Path) -> None:
 def child(side: str, model: Path, steps: int, group: Cgroup | None) -> dict:
     command = [sys.executable, str(Path(__file__)), "--side", side, "--model", str(model), "--steps", str(steps)]
     enter = group.enter if group is not None else None
-    done = subprocess.run(command, stdout=subprocess.PIPE, preexec_fn=enter, check=False)
+    # As `python -m lema` has it; PEFT is left as torch's users run it.
+    environment = {**os.environ, **({"OMP_WAIT_POLICY": "passive"} if side == "lema" else {})}
+    done = subprocess.run(command, stdout=subprocess.PIPE, preexec_fn=enter, env=environment, check=False)
     if done.returncode:
         raise SystemExit(f"{side} ended with {done.returncode}" + (" inside the capped group" if group else ""))
     return json.loads(done.stdout.splitlines()[-1])

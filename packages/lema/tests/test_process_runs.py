@@ -25,8 +25,8 @@ STEP_KEYS = [
 LOSS_AT = """
 from lema_core.runtime.runner import ModelRunner
 compute = ModelRunner.train_step
-def spoilt(runner, batches, how, step):
-    loss = compute(runner, batches, how, step)
+def spoilt(runner, batches, how, step, logits=None):
+    loss = compute(runner, batches, how, step, logits)
     return float("{loss}") if step {step} else loss
 ModelRunner.train_step = spoilt
 """

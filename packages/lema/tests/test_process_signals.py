@@ -21,9 +21,9 @@ SLOW_STEPS = """
 import time
 from lema_core.runtime.runner import ModelRunner
 compute = ModelRunner.train_step
-def slow(runner, batches, how, step):
+def slow(runner, batches, how, step, logits=None):
     time.sleep(0.1)
-    loss = compute(runner, batches, how, step)
+    loss = compute(runner, batches, how, step, logits)
     time.sleep(0.1)
     return loss
 ModelRunner.train_step = slow

@@ -104,7 +104,9 @@ def test_figures_that_json_lacks_become_null(config: Any, tmp_path: Path, monkey
     monkeypatch.setattr(
         ModelRunner,
         "train_step",
-        lambda runner, batches, how, step: float("inf") if step == 1 else compute(runner, batches, how, step),
+        lambda runner, batches, how, step, *rest: (
+            float("inf") if step == 1 else compute(runner, batches, how, step, *rest)
+        ),
     )
     summary = tasks.train(config())
     assert summary["loss_last"] == float("inf") and summary["skipped_steps"] == 1
