@@ -61,9 +61,8 @@ def activation_bytes(
     """
     meta = torch.device("meta")
     on_meta = {name: update.on_meta() for name, update in updates.items()}
-    biased = frozenset(name[: -len(".bias")] for name in model.layout.parts if name.endswith(".bias"))
     ops_type = _FusedOps if fused_attention else StreamedOps
-    ops = ops_type(TraceRecorder(model), LinearKernel(), meta, dtype, on_meta, biased)
+    ops = ops_type(TraceRecorder(model), LinearKernel(), meta, dtype, on_meta, model.biased_modules)
     positions = torch.empty(rows, tokens, dtype=torch.int64, device=meta)
     ctx = ForwardContext(positions, dropout=DropoutKey(0, 0, 0))
     adapter.prepare(ctx)

@@ -63,8 +63,7 @@ class ModelRunner:
         self._model = model
         self._device: Device = store.device
         self.dtype = self._device.compute_dtype(model.matrix_dtype)
-        biased = frozenset(name[: -len(".bias")] for name in model.layout.parts if name.endswith(".bias"))
-        self._ops = StreamedOps(store, kernel, self._device.torch_device, self.dtype, updates, biased)
+        self._ops = StreamedOps(store, kernel, self._device.torch_device, self.dtype, updates, model.biased_modules)
         self._traces: dict[Hashable, Trace] = {}
 
     # -- training

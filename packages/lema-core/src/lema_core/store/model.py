@@ -44,6 +44,11 @@ class StreamedModel:
         return next(parts[0].dtype for parts in self.layout.parts.values() if len(parts[0].shape) == 2)
 
     @property
+    def biased_modules(self) -> frozenset[str]:
+        """Modules whose linear adds a bias."""
+        return frozenset(name[: -len(".bias")] for name in self.layout.parts if name.endswith(".bias"))
+
+    @property
     def row_bytes(self) -> int:
         return sum(info.shape[1] * info.dtype.itemsize for info in self.embeddings.values())
 
