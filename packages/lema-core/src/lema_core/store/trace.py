@@ -14,12 +14,26 @@ from lema_core.store.model import StreamedModel
 
 
 @dataclass(frozen=True)
+class Work:
+    """What is computed from one borrow to the next: ``flops`` of products with ``tokens`` columns, and the bytes that
+    other operations read and write."""
+
+    flops: float
+    tokens: int
+    touched_bytes: float
+
+
+@dataclass(frozen=True)
 class Trace:
     """Granule indices in the order they are borrowed. ``key``: what the order depends on (mode, micro-batches, head
-    chunks)."""
+    chunks).
+
+    ``work[k]``: what follows access k; empty where nobody asked.
+    """
 
     key: Hashable
     accesses: tuple[int, ...]
+    work: tuple[Work, ...] = ()
 
 
 class _Recorded:
