@@ -2,13 +2,14 @@
 
 Activations are kept feature-major: an [N, C] activation is the transpose of a contiguous [C, N] matrix, and ``W @
 x_CN`` needs neither a transposed operand nor a transposed result. A weight stored in another dtype is widened a few
-rows at a time into one scratch area, so no second copy of it ever exists. Shapes: N tokens, K inputs, O outputs, R rows
-of one block.
+rows at a time into one scratch area, so no second copy of it ever exists. Shapes: N tokens, K inputs, R rows of one
+block of a weight, r rank of a low-rank update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,26 +17,80 @@ from torch import Tensor
 #: rows that are widened together, in elements: small enough to stay in cache, large enough to keep the product fast
 _SCRATCH_ELEMENTS = 1 << 20
 _MIN_ROWS = 64
+#: a BLAS chooses its code, and so the order of its sums, by addresses too
+_ALIGNMENT_BYTES = 64
+
+#: columns [start, stop) of one micro-batch
+Columns = tuple[int, int]
 
 
 class LinearKernel:
-    """Forward and input gradient of ``y = W x`` for one block of rows of W at a time."""
+    """Forward and input gradient of ``y = W x`` for one block of rows of W at a time.
+
+    ``segments`` are the micro-batches whose tokens stand beside each other, in order and without gaps; ``()`` means
+    that all columns are one. The bits of a segment's columns depend on that segment alone: micro-batches computed
+    together equal micro-batches computed apart.
+    """
 
     def __init__(self) -> None:
         self._scratch: Tensor | None = None
 
-    def forward(self, weight_RK: Tensor, x_KN: Tensor, out_RN: Tensor) -> None:
-        """out = W x, in the dtype of ``x``."""
-        for start, stop, w in self._blocks(weight_RK, x_KN):
-            torch.mm(w, x_KN, out=out_RN[start:stop])
+    def packed(self, x_KN: Tensor, segments: Sequence[Columns] = ()) -> Any:
+        """What several products with the same right-hand side share, to be given as ``x`` to :meth:`forward` with the
+        same ``segments``."""
+        return _split(x_KN, segments)
 
-    def input_gradient(self, weight_RK: Tensor, dy_RN: Tensor, dx_KN: Tensor, first: bool) -> None:
-        """dx = W^T dy, or dx += W^T dy when not ``first``."""
+    def forward(
+        self,
+        weight_RK: Tensor,
+        x: Any,
+        out_RN: Tensor,
+        update: tuple[Tensor, Tensor, float] | None = None,
+        segments: Sequence[Columns] = (),
+    ) -> None:
+        """out = W x, plus scale * B a where ``update`` is (B [R, r] in fp32, a [r, N], scale).
+
+        ``x``: a tensor [K, N], or what :meth:`packed` returned; ``out`` has its dtype.
+        """
+        shares = x if isinstance(x, tuple) else _split(x, segments)
+        columns = segments or ((0, out_RN.shape[1]),)
+        if update is not None:
+            low_rank, projected, scale = update[0].to(out_RN.dtype), _split(update[1], segments), update[2]
+        for start, stop, w in self._blocks(weight_RK, out_RN):
+            for i, (first, last) in enumerate(columns):
+                target = out_RN[start:stop, first:last]
+                y = target if not segments or _settled(target) else target.new_empty(target.shape)
+                torch.mm(w, shares[i], out=y)
+                if update is not None:
+                    y.addmm_(low_rank[start:stop], projected[i], alpha=scale)
+                if y is not target:
+                    target.copy_(y)
+
+    def input_gradient(
+        self,
+        weight_RK: Tensor,
+        dy_RN: Tensor,
+        dx_KN: Tensor,
+        first: bool,
+        update: tuple[Tensor, Tensor] | None = None,
+        segments: Sequence[Columns] = (),
+    ) -> None:
+        """dx = W^T dy, or dx += W^T dy when not ``first``; plus A^T da where ``update`` is (A [r, K] in fp32, da
+        [r, N])."""
+        sums = _split(dx_KN, segments)
         for start, stop, w in self._blocks(weight_RK, dy_RN):
-            if first and start == 0:
-                torch.mm(w.t(), dy_RN[start:stop], out=dx_KN)
-            else:
-                dx_KN.addmm_(w.t(), dy_RN[start:stop])
+            for dx, dy in zip(sums, _split(dy_RN[start:stop], segments), strict=True):
+                if first and start == 0:
+                    torch.mm(w.t(), dy, out=dx)
+                else:
+                    dx.addmm_(w.t(), dy)
+        if update is not None:
+            a_Kr = update[0].to(dx_KN.dtype).t()
+            for dx, da in zip(sums, _split(update[1], segments), strict=True):
+                dx.addmm_(a_Kr, da)
+        for dx, (begin, end) in zip(sums, segments, strict=bool(segments)):
+            if (target := dx_KN[:, begin:end]).data_ptr() != dx.data_ptr():
+                target.copy_(dx)
 
     def _blocks(self, weight_RK: Tensor, like: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         rows, k = weight_RK.shape
@@ -56,3 +111,15 @@ class LinearKernel:
         if held is None or held.numel() < elements or held.dtype != like.dtype or held.device != like.device:
             held = self._scratch = torch.empty(elements, dtype=like.dtype, device=like.device)
         return held[:elements]
+
+
+def _split(x: Tensor, segments: Sequence[Columns]) -> tuple[Tensor, ...]:
+    """The columns of each segment, where a product cannot tell whether it stands alone; x itself without segments."""
+    if not segments:
+        return (x,)
+    shares = (x[:, start:stop] for start, stop in segments)
+    return tuple(share if _settled(share) else share.clone(memory_format=torch.contiguous_format) for share in shares)
+
+
+def _settled(x: Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % _ALIGNMENT_BYTES == 0
