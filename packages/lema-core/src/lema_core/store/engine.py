@@ -17,7 +17,7 @@ from lema_core.device import Device, Event
 from lema_core.errors import LemaError, PlanError, TransferError
 from lema_core.store.disk import DiskReader, shown
 from lema_core.store.granules import Granule
-from lema_core.store.planner import TierPlan, plan_tier
+from lema_core.store.planner import StepPlan, plan_step
 from lema_core.store.trace import Trace
 from lema_core.store.window import Window
 
@@ -25,18 +25,6 @@ from lema_core.store.window import Window
 _PATIENCE_S = 2.0
 #: what an idle thread needs to end
 _LEAVE_S = 0.2
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """``near``: the window that compute borrows from. ``far``: the RAM window behind it, None where the device shares
-    RAM."""
-
-    near: TierPlan
-    far: TierPlan | None
-
-    def disk_loads(self) -> int:
-        return len((self.far or self.near).loads)
 
 
 @dataclass
@@ -110,18 +98,18 @@ class TransferEngine:
         far_before = self.far.resident() if self.far is not None else {}
         key = (trace.key, frozenset(near_before.items()), frozenset(far_before.items()))
         if key not in self._plans:
-            near = plan_tier(trace.accesses, self.near.n_slots, near_before, self._distance(self.near))
-            far = None
-            if self.far is not None:
-                copied = [load.granule for load in near.loads]
-                far = plan_tier(copied, self.far.n_slots, far_before, self._distance(self.far))
+            plan = plan_step(
+                trace.accesses,
+                self.near.n_slots,
+                near_before,
+                None if self.far is None else self.far.n_slots,
+                far_before,
+                self._prefetch_distance,
+            )
             if len(self._plans) >= 64:
                 self._plans.clear()
-            self._plans[key] = StepPlan(near, far)
+            self._plans[key] = plan
         return self._plans[key]
-
-    def _distance(self, window: Window) -> int:
-        return min(self._prefetch_distance, window.n_slots // 2)
 
     def begin(self, trace: Trace) -> StepPlan:
         """Start moving for one step; accesses 0, 1, ... follow in the trace's order."""
