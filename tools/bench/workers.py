@@ -1,0 +1,131 @@
+"""Children that train, each in a process of its own, and do one step when they are told to: so two of them can take
+turns step by step, whatever else the machine does."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cgroup import Cgroup
+
+_HERE = Path(__file__).parent
+#: As ``python -m lema`` has it; PEFT is left as torch's users run it.
+ENVIRONMENT = {"lema": {"OMP_WAIT_POLICY": "passive"}, "peft": {}}
+
+
+class ChildFailed(Exception):
+    """A child ended, or did not answer in time. ``killed``: by the kernel for want of memory, or by us after
+    ``timeout_s``."""
+
+    def __init__(self, text: str, killed: bool) -> None:
+        super().__init__(text)
+        self.killed = killed
+
+
+class Worker:
+    """``lema_side.py`` or ``peft_side.py`` at the other end of two pipes. Made by :func:`worker`."""
+
+    def __init__(self, side: str, options: dict[str, Any], group: Cgroup, timeout_s: float | None) -> None:
+        self.side = side
+        self.group = group
+        self.timeout_s = timeout_s
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, str(_HERE / f"{side}_side.py"), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            preexec_fn=group.enter,
+            env={**os.environ, **ENVIRONMENT[side]},
+        )
+        #: what the child said of itself before its first step
+        self.ready: dict[str, Any] = {}
+
+    def wait_until_ready(self) -> None:
+        """Raises ChildFailed when it will not be."""
+        self.ready = self._answer()
+
+    def step(self) -> dict[str, Any]:
+        """One optimizer step; its metrics with ``outside_s``, the seconds as they pass out here, and
+        ``group_read_bytes``, what the kernel read from the disk for it."""
+        read = self.group.disk_read_bytes()
+        started = time.perf_counter()
+        try:
+            self._process.stdin.write("step\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it is gone; _answer says why
+        row = self._answer()
+        row["outside_s"] = time.perf_counter() - started
+        row["group_read_bytes"] = self.group.disk_read_bytes() - read
+        return row
+
+    def _answer(self) -> dict[str, Any]:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(self.timeout_s):
+                raise ChildFailed(f"{self.side}: no answer in {self.timeout_s:.0f} s", killed=True)
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            self._errors.seek(0)
+            said = self._errors.read().strip().splitlines()[-1:]
+            raise ChildFailed(f"{self.side} ended with {code}: {' '.join(said)}", killed=code == -signal.SIGKILL)
+        return json.loads(line)
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                pass
+
+
+@contextmanager
+def worker(
+    side: str,
+    options: dict[str, Any],
+    cap_bytes: int | None = None,
+    read_bytes_per_s: int | None = None,
+    timeout_s: float | None = None,
+) -> Iterator[Worker]:
+    """A child in a group of its own, model loaded, no step done. The model's and torch's cached pages are dropped
+    first: reads come from the disk, and the group is charged for the libraries that it maps.
+
+    Raises ChildFailed, then and at each step.
+    """
+    folder = Path(options["folder"])
+    drop_cached_pages(folder)
+    drop_cached_pages(Path(sysconfig.get_path("platlib")) / "torch/lib")
+    with Cgroup.create(cap_bytes, read_bytes_per_s, read_from=folder) as group:
+        made = Worker(side, options, group, timeout_s)
+        try:
+            made.wait_until_ready()
+            yield made
+        finally:
+            made.close()
+
+
+def drop_cached_pages(folder: Path) -> None:
+    """Forget the page cache of every file of a folder; pages that a process has mapped stay."""
+    for path in folder.iterdir():
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
