@@ -51,6 +51,18 @@ def test_the_command_line_of_the_design() -> None:
     assert (config.learning_rate, config.strategy) == (3e-4, MemoryStrategy.RESIDENT)
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"), [("null", None), ("none", None), ("true", True), ("True", True), ("false", False)]
+)
+def test_an_option_of_three_states_from_the_command_line_and_from_yaml(
+    written: str, meant: bool | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"gradient_checkpointing: {written}\n")
+    assert compose([f"gradient_checkpointing={written}"]).gradient_checkpointing is meant
+    assert compose(config_file=file).gradient_checkpointing is meant
+
+
 def test_a_plus_is_free_everywhere_and_smuggles_nothing() -> None:
     assert compose(["model=smollm2_135m", "+quant=none", "+learning_rate=3e-4"]) == compose(
         ["+model=smollm2_135m", "++learning_rate=3e-4"]

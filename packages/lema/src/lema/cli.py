@@ -35,6 +35,8 @@ error, 130 Ctrl-C.
   python -m lema model_name_or_path=./my-model task=generate prompt="Once upon a time"
   python -m lema task=doctor"""
 
+ONE_MEMORY = "On a CPU, RAM is the device's memory: of an option's two halves, _vram and _ram, the smaller one counts."
+
 _FLAGS = ("--help", "--version", "--config")
 
 
@@ -128,7 +130,7 @@ def help_text(width: int) -> str:
         about = option.help + (f" [{option.allowed}]" if option.brief else "")
         sections.setdefault(option.group, []).append(_entry(f"{field.name}={_shown_default(default)}", about, width))
     parts += ["\n".join([f"{title}:", *lines]) for title, lines in sections.items()]
-    parts.append(textwrap.fill(f"Amounts of memory: {ALLOWED_AMOUNTS}.", width))
+    parts.append(textwrap.fill(f"Amounts of memory: {ALLOWED_AMOUNTS}. {ONE_MEMORY}", width))
     return "\n\n".join(parts)
 
 

@@ -198,8 +198,15 @@ class LemaConfig:
         MemoryStrategy,
     )
     weights_vram: str = amount(_MEMORY, "Window of weights in device memory.")
-    weights_ram: str = amount(_MEMORY, "Window of weights in RAM; on the CPU the one that is computed from.")
+    weights_ram: str = amount(_MEMORY, "Window of weights in RAM.")
     kv_vram: str = amount(_MEMORY, "Keys and values of generation in device memory.")
+    kv_ram: str = amount(_MEMORY, "Keys and values of generation in RAM.")
+    opt_state_vram: str = amount(_MEMORY, "Optimizer states in device memory.")
+    opt_state_ram: str = amount(_MEMORY, "Optimizer states in RAM.")
+    grad_acc_vram: str = amount(_MEMORY, "Accumulated gradients in device memory.")
+    grad_acc_ram: str = amount(_MEMORY, "Accumulated gradients in RAM.")
+    activations_vram: str = amount(_MEMORY, "What the forward pass keeps for the backward pass in device memory.")
+    activations_ram: str = amount(_MEMORY, "What the forward pass keeps for the backward pass in RAM.")
     device_budget: str = amount(
         _MEMORY, "All that lema may use of the device's memory; auto is what is free, less a reserve."
     )
@@ -231,8 +238,8 @@ class LemaConfig:
         ("auto",),
         absent=dict.fromkeys(("custom", "torchao", "quanto", "bitsandbytes"), f"allowed: auto; {NO_QUANTIZATION}"),
     )
-    target_step_time_ms: float | None = only_null(
-        _MEMORY, "Step time for a tuner to aim at.", "this version plans from the budgets alone"
+    target_step_time_ms: int | None = integer(
+        None, _MEMORY, "Take the least memory whose predicted step is as short as this; null takes what there is.", 1
     )
 
     prompt: str | None = text(None, _GENERATE, "What task=generate goes on from.")
