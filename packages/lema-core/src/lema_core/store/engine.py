@@ -17,7 +17,7 @@ from lema_core.device import Device, Event
 from lema_core.errors import LemaError, PlanError, TransferError
 from lema_core.store.disk import DiskReader, shown
 from lema_core.store.granules import Granule
-from lema_core.store.planner import StepPlan, plan_step
+from lema_core.store.step_plan import StepPlan, plan_step
 from lema_core.store.trace import Trace
 from lema_core.store.window import Window
 
