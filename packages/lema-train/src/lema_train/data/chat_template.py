@@ -4,72 +4,27 @@ A template comes with a downloaded model, so it is foreign code: it runs in Jinj
 JSON values only. ``{% generation %}...{% endgeneration %}`` (what the assistant wrote, in training templates) is
 rendered like its body; :meth:`ChatTemplate.render_with_spans` also tells where those bodies ended up, by compiling the
 template a second time so that each body is framed by two Unicode noncharacters, which are then taken out again.
-Framing, unlike counting what has been written so far, also holds inside macros and ``{% set %}`` blocks.
+Framing, unlike counting what has been written so far, also holds inside macros and ``{% set %}`` blocks. Jinja itself
+is imported when the first template is used.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
-from typing import Any
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import TYPE_CHECKING, Any
 
 from lema_core.errors import DataError
+
+if TYPE_CHECKING:
+    import jinja2
 
 Message = Mapping[str, Any]
 
 # Noncharacters: Unicode reserves them for a program's internal use, text that is exchanged never holds them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_OPEN}{_CLOSE}]")
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` renders its body in a scope of its own, between marks if the environment asks for them."""
-
-    tags = {"generation"}
-
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        environment.extend(mark_generation=False, has_generation=False)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        lineno = next(parser.stream).lineno
-        self.environment.has_generation = True  # type: ignore[attr-defined]
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        if self.environment.mark_generation:  # type: ignore[attr-defined]
-            body = [_literal(_OPEN), *body, _literal(_CLOSE)]
-        return [jinja2.nodes.Scope(body).set_lineno(lineno)]
-
-
-def _literal(text: str) -> jinja2.nodes.Output:
-    return jinja2.nodes.Output([jinja2.nodes.TemplateData(text)])
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML; a prompt wants the characters themselves."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class ChatTemplate:
@@ -141,16 +96,13 @@ class ChatTemplate:
         return text, spans
 
     def _compile(self, mark_generation: bool) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-        )
-        environment.mark_generation = mark_generation  # type: ignore[attr-defined]
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        from jinja2 import TemplateSyntaxError
+
+        from lema_train.data.jinja_sandbox import sandbox
+
         try:
-            return environment.from_string(self.source)
-        except jinja2.TemplateSyntaxError as error:
+            return sandbox((_OPEN, _CLOSE) if mark_generation else None).from_string(self.source)
+        except TemplateSyntaxError as error:
             raise DataError(
                 f"{self.origin}: not a valid chat template, line {error.lineno}: {_one_line(error)}; "
                 "take the file again from where the model came from"

@@ -12,12 +12,13 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from lema_core.errors import CheckpointError, DataError
 from lema_train.data.chat_template import ChatTemplate, Message
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -211,6 +212,8 @@ class TextStream:
 
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as Backend  # a model without a tokenizer needs no such library
+
     path = folder / "tokenizer.json"
     if not path.is_file():
         way_out = "copy it there from where the model came from"
@@ -218,7 +221,7 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
             way_out = "make it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         raise CheckpointError(f"{path}: no such file, so there is no tokenizer; {way_out}")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return Backend.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for everything it cannot read
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path}: not a readable tokenizer ({reason}); download the file again") from error
@@ -252,12 +255,14 @@ def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: dict[str, Any], tokens: dict[str, str], folder: Path
 ) -> None:
     """Add what tokenizer_config.json names and tokenizer.json lacks, as transformers does."""
+    from tokenizers import AddedToken
+
     declared = config.get("added_tokens_decoder") or {}
     for index, entry in sorted((int(key), value) for key, value in declared.items()):
         text = entry["content"]
         if backend.token_to_id(text) is None:
             flags = {k: entry[k] for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry}
-            backend.add_tokens([tokenizers.AddedToken(text, **flags)])
+            backend.add_tokens([AddedToken(text, **flags)])
         if backend.token_to_id(text) != index:
             raise CheckpointError(
                 f"{folder / 'tokenizer_config.json'}: token {text!r} has id {index} there and "
