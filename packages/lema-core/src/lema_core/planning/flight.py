@@ -1,0 +1,368 @@
+"""The flight check: measure this machine once, in about two seconds, and keep the figures.
+
+Each figure is taken with what a run uses: the disk with the run's reads of the model's own file, products with its
+kernel and the weight's storage dtype, the link with the device's own copies. It takes less than 40 MB of RAM and leaves
+nothing in the page cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from math import ceil, isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lema_core.device import Device
+from lema_core.memory import format_bytes, process_memory_limit
+from lema_core.ops.linear import LinearKernel
+from lema_core.planning.hardware import Hardware
+from lema_core.store.disk import DiskReader
+from lema_core.store.granules import SECTOR_BYTES
+from lema_core.store.trace import Trace
+
+TOKENS = (16, 64, 256, 1024)
+#: rises when figures are taken in another way
+_FORMAT = 1
+_READ_BYTES = 16 << 20
+_MOST_READ_BYTES = 384 << 20
+_READ_S, _MEMORY_S, _LINK_S, _PRODUCT_S = 0.3, 0.1, 0.2, 0.15
+_OPS = 300
+_DISTANCES = (2, 64)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """``rows`` and ``inner`` of the weight that is multiplied; bytes of the device memory that all happens in."""
+
+    rows: int
+    inner: int
+    arena_bytes: int
+
+
+#: the larger one needs no more RAM, and its copies do not fit into a GPU's cache
+_IN_RAM, _ON_DEVICE = _Sizes(1024, 2048, 20 << 20), _Sizes(4096, 4096, 128 << 20)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What is measured and kept. ``read_jitter_s``: how much longer than the median the slowest read took."""
+
+    disk_bytes_per_s: float
+    link_bytes_per_s: float | None
+    memory_bytes_per_s: float
+    gemm: tuple[tuple[int, float], ...]
+    op_overhead_s: float
+    read_jitter_s: float
+
+
+@dataclass(frozen=True)
+class FlightCheck:
+    """``hardware``: this machine as it is now. ``measured``: when its rates were taken, ISO 8601. ``file``: where they
+    are kept, None where they could not be."""
+
+    hardware: Hardware
+    read_jitter_s: float
+    measured: str
+    file: Path | None
+
+    def describe(self) -> list[tuple[str, str]]:
+        """(what, figure) in words, for reports."""
+        h = self.hardware
+        products = ", ".join(f"{rate / 1e9:.3g} at {tokens}" for tokens, rate in h.gemm)
+        rows = [
+            ("disk", f"{format_bytes(h.disk_bytes_per_s)}/s, slowest read {1000 * self.read_jitter_s:.1f} ms late"),
+            ("memory", f"{format_bytes(h.memory_bytes_per_s)}/s read and written"),
+            ("products", f"{products} tokens (GFLOP/s, {h.compute_dtype})"),
+            ("an operation's overhead", f"{1e6 * h.op_overhead_s:.1f} us"),
+        ]
+        if h.link_bytes_per_s is not None:
+            rows.insert(1, ("link to the device", f"{format_bytes(h.link_bytes_per_s)}/s"))
+        return [*rows, ("measured", f"{self.measured}, {self.file or 'not kept'}")]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What the rates suggest where the user said nothing. ``because``: a sentence for each."""
+
+    strategy: Literal["streaming", "resident"]
+    prefetch_distance: int
+    because: tuple[str, str]
+
+
+def flight_check(
+    model_file: Path,
+    device: Device,
+    kernel: LinearKernel,
+    weight_dtype: torch.dtype,
+    kernel_name: str,
+    reader: DiskReader | None = None,
+    reader_name: str = "python",
+    refresh: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> FlightCheck:
+    """Rates of this machine, from the cache or measured now.
+
+    ``kernel_name`` and ``reader_name`` tell them apart, version included. ``device``: one that the caller closes after;
+    page-locked memory is freed only then. ``refresh`` measures again. ``say`` hears why a cached file was not used, or
+    could not be written. Raises CheckpointError where ``model_file`` cannot be read.
+    """
+    key = _key(model_file, device, weight_dtype, kernel_name, reader_name)
+    file = _cache_file(key)
+    kept = None if refresh or file is None else _load(file, key, say)
+    if kept is None:
+        rates = _measure(model_file, device, kernel, weight_dtype, reader or DiskReader())
+        measured = datetime.now().astimezone().isoformat(timespec="seconds")
+        file = _save(file, key, rates, measured, say)
+    else:
+        rates, measured = kept
+    free = device.free_bytes()
+    hardware = Hardware(
+        name="this machine",
+        ram_bytes=process_memory_limit().bytes,
+        device_bytes=free,
+        disk_bytes_per_s=rates.disk_bytes_per_s,
+        link_bytes_per_s=rates.link_bytes_per_s,
+        memory_bytes_per_s=rates.memory_bytes_per_s,
+        gemm=rates.gemm,
+        compute_dtype=str(device.compute_dtype(weight_dtype)).removeprefix("torch."),
+        op_overhead_s=rates.op_overhead_s,
+        source=f"flight check of {measured}",
+    )
+    return FlightCheck(hardware, rates.read_jitter_s, measured, file)
+
+
+def propose(flight: FlightCheck, trace: Trace, slot_bytes: int, all_bytes: int, window_bytes: int) -> Proposal:
+    """How a step like ``trace`` should be run. ``slot_bytes``: of a granule; ``all_bytes``: of the whole model's
+    window, of which ``window_bytes`` can be had."""
+    rates = flight.hardware
+    transfer_s = slot_bytes / rates.disk_bytes_per_s
+    if rates.link_bytes_per_s is not None:
+        transfer_s += slot_bytes / rates.link_bytes_per_s
+    compute_s = rates.op_overhead_s * len(trace.accesses)
+    for work in trace.work:
+        compute_s += rates.product_s(work.flops, work.tokens) + work.touched_bytes / rates.memory_bytes_per_s
+    each_s = compute_s / max(1, len(trace.accesses))
+    low, high = _DISTANCES
+    distance = min(high, max(low, 1 + ceil((transfer_s + flight.read_jitter_s) / each_s)))
+    fits = window_bytes >= all_bytes
+    beside = f"{format_bytes(all_bytes)} of weights, {format_bytes(window_bytes)} for them"
+    return Proposal(
+        "resident" if fits else "streaming",
+        distance,
+        (
+            f"strategy: {'all fits' if fits else 'not all fits'}: {beside}",
+            f"prefetch_distance {distance}: a transfer takes {1000 * transfer_s:.1f} ms and at times "
+            f"{1000 * flight.read_jitter_s:.1f} ms more, an access computes {1000 * each_s:.2f} ms",
+        ),
+    )
+
+
+# -- measuring
+
+
+def _measure(
+    model_file: Path, device: Device, kernel: LinearKernel, weight_dtype: torch.dtype, reader: DiskReader
+) -> Rates:
+    sizes = _IN_RAM if device.shares_ram else _ON_DEVICE
+    arena = device.allocate(sizes.arena_bytes)
+    ram = arena if device.shares_ram else device.allocate_ram(_READ_BYTES)
+    read_s = _time_reads(reader, model_file, ram[:_READ_BYTES])
+    each = _READ_BYTES if model_file.stat().st_size >= _READ_BYTES else model_file.stat().st_size
+    return Rates(
+        disk_bytes_per_s=each * len(read_s) / sum(read_s),
+        link_bytes_per_s=None if device.shares_ram else _link_rate(device, ram, arena[:_READ_BYTES]),
+        memory_bytes_per_s=_memory_rate(device, arena),
+        gemm=tuple((n, _product_rate(device, kernel, arena, weight_dtype, sizes, n)) for n in TOKENS),
+        op_overhead_s=_op_overhead(device, arena),
+        read_jitter_s=max(read_s) - median(read_s),
+    )
+
+
+def _time_reads(reader: DiskReader, path: Path, target: Tensor) -> list[float]:
+    """Seconds of reads spread over the file: a disk may hold a file's beginning in a cache of its own."""
+    memory = memoryview((ctypes.c_char * len(target)).from_address(target.data_ptr())).cast("B")
+    size = path.stat().st_size
+    places = max(1, size // len(memory))
+    # Odd, and not a divisor of many numbers: all places are seen before one is seen again.
+    stride = next(s for s in (37, 41, 1) if places % s or s == 1)
+    taken: list[float] = []
+    stop = time.perf_counter() + _READ_S
+    try:
+        # The first read opens the file.
+        reader.read(path, 0, memory[:SECTOR_BYTES], min(size, SECTOR_BYTES), (path.name,))
+        while not taken or (time.perf_counter() < stop and len(taken) * len(memory) < _MOST_READ_BYTES):
+            offset = len(taken) * stride % places * len(memory)
+            length = min(len(memory), -(-(size - offset) // SECTOR_BYTES) * SECTOR_BYTES)
+            before = time.perf_counter()
+            reader.read(path, offset, memory[:length], min(length, size - offset), (path.name,))
+            taken.append(time.perf_counter() - before)
+    finally:
+        reader.close()
+    return taken
+
+
+def _repeat(device: Device, seconds: float, what: Callable[[], object], least: int = 2) -> float:
+    """The fewest seconds that ``what`` took, the device's part included: others on the machine only ever add."""
+    taken: list[float] = []
+    while len(taken) < least or sum(taken) < seconds:
+        before = time.perf_counter()
+        what()
+        device.host_wait(device.record())
+        taken.append(time.perf_counter() - before)
+    return min(taken)
+
+
+def _memory_rate(device: Device, arena: Tensor) -> float:
+    half = len(arena) // 2
+    source, target = arena[:half], arena[half : 2 * half]
+    source.zero_()
+    target.copy_(source)
+    return 2 * half / _repeat(device, _MEMORY_S, lambda: target.copy_(source), 3)
+
+
+def _link_rate(device: Device, ram: Tensor, target: Tensor) -> float:
+    def copies() -> None:
+        for _ in range(4):
+            done = device.copy(target, ram, None)
+        device.host_wait(done)
+
+    copies()
+    return 4 * len(ram) / _repeat(device, _LINK_S, copies, 3)
+
+
+def _product_rate(
+    device: Device, kernel: LinearKernel, arena: Tensor, weight_dtype: torch.dtype, sizes: _Sizes, tokens: int
+) -> float:
+    """FLOP/s of a forward product and its input gradient together."""
+    dtype = device.compute_dtype(weight_dtype)
+    generator = torch.Generator(arena.device).manual_seed(0)
+    offset = 0
+
+    def place(rows: int, columns: int, kind: torch.dtype) -> Tensor:
+        nonlocal offset
+        nbytes = rows * columns * kind.itemsize
+        tensor = arena[offset : offset + nbytes].view(kind).view(rows, columns)
+        offset += -(-nbytes // SECTOR_BYTES) * SECTOR_BYTES
+        # Zeros would let a GPU clock higher than numbers do.
+        return tensor.normal_(generator=generator)
+
+    weight_RK = place(sizes.rows, sizes.inner, weight_dtype)
+    x_KN, y_RN = place(sizes.inner, tokens, dtype), place(sizes.rows, tokens, dtype)
+
+    def both() -> None:
+        kernel.forward(weight_RK, x_KN, y_RN)
+        kernel.input_gradient(weight_RK, y_RN, x_KN, True)
+
+    both()
+    return 4 * sizes.rows * sizes.inner * tokens / _repeat(device, _PRODUCT_S, both)
+
+
+def _op_overhead(device: Device, arena: Tensor) -> float:
+    one = arena[:4].view(torch.float32)
+
+    def ops() -> None:
+        for _ in range(_OPS):
+            one.zero_()
+
+    ops()
+    return _repeat(device, 0.0, ops, 5) / _OPS
+
+
+# -- the cache
+
+
+def cpu_model() -> str:
+    """The CPU's name as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _key(model_file: Path, device: Device, weight_dtype: torch.dtype, kernel: str, reader: str) -> dict[str, str]:
+    """All that figures may depend on."""
+    where = device.torch_device
+    return {
+        "cpu": cpu_model(),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else type(device).__name__,
+        "kernel": kernel,
+        "reader": reader,
+        "weights": str(weight_dtype),
+        "file system": str(model_file.stat().st_dev),
+    }
+
+
+def _cache_file(key: Mapping[str, str]) -> Path | None:
+    """Below XDG_CACHE_HOME or ~/.cache; None where there is neither."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(folder):  # the specification: a relative path is to be ignored
+        folder = os.path.expanduser("~/.cache")
+    if not os.path.isabs(folder):
+        return None
+    name = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return Path(folder) / "lema" / "flight" / f"{name}.json"
+
+
+def _load(file: Path, key: Mapping[str, str], say: Callable[[str], None]) -> tuple[Rates, str] | None:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["format"] != _FORMAT:
+            say(f"flight check: {file} is of another version of lema; measuring again")
+            return None
+        if found["key"] != key:
+            raise ValueError("it describes another machine")
+        return _rates(found["rates"]), str(found["measured"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        say(f"flight check: {file} cannot be used ({type(error).__name__}: {reason}); measuring again")
+        return None
+
+
+def _rates(found: Mapping[str, Any]) -> Rates:
+    """Raises KeyError, TypeError or ValueError for what is not rates."""
+    values = {
+        name: float(found[name]) for name in Rates.__dataclass_fields__ if name not in ("gemm", "link_bytes_per_s")
+    }
+    link = found["link_bytes_per_s"]
+    gemm = tuple((int(tokens), float(rate)) for tokens, rate in found["gemm"])
+    rates = Rates(gemm=gemm, link_bytes_per_s=None if link is None else float(link), **values)
+    positive = [rates.disk_bytes_per_s, rates.memory_bytes_per_s, rates.op_overhead_s, *(rate for _, rate in gemm)]
+    positive += [rates.link_bytes_per_s] if link is not None else []
+    if not gemm or not all(isfinite(rate) and rate > 0 for rate in positive) or not 0 <= rates.read_jitter_s < 3600:
+        raise ValueError("a rate is not a number greater than 0")
+    return rates
+
+
+def _save(
+    file: Path | None, key: Mapping[str, str], rates: Rates, measured: str, say: Callable[[str], None]
+) -> Path | None:
+    if file is None:
+        say("flight check: there is no folder to keep it in; set XDG_CACHE_HOME")
+        return None
+    text = json.dumps({"format": _FORMAT, "measured": measured, "key": key, "rates": asdict(rates)}, indent=2)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as out:
+            out.write(text + "\n")
+        os.replace(out.name, file)
+    except OSError as error:
+        say(f"flight check: {file}: not kept: {error.strerror or error}")
+        return None
+    return file
