@@ -1,18 +1,34 @@
 """Decide, before a step runs, which granule is loaded into which slot and when the slot is free for it.
 
-Slots are equal, so evicting the granule whose next use is furthest is optimal (Belady, "A study of replacement
-algorithms for a virtual-storage computer", 1966). A step is followed by one like it: uses past its end are those of its
-beginning.
+Which granules to keep follows Belady ("A study of replacement algorithms for a virtual-storage computer", 1966): slots
+are equal, so giving up the one whose next use is furthest costs the fewest loads. A step is followed by one like it:
+uses past its end are those of its beginning.
+
+*When* to give it up follows Cao, Felten, Karlin and Li ("A study of integrated prefetching and caching strategies",
+1995, their "conservative"): at its last use before the eviction, not when the slot is needed. The earliest slot given
+up serves the first load, so that with the fewest loads each has the longest time to arrive.
+
+Where even that leaves no time (a cycle through more than the window holds), what was released less than ``lead``
+accesses ago is not given up, and some granules, spread evenly, are pinned so that loads are spread too. Both cost
+loads, and are done where a model of the step says that they save time.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 #: a next use that never comes
 _NEVER = 1 << 60
+#: the model's step computes this much longer than it transfers: where overlap is just possible, and matters most
+_COMPUTE_PER_TRANSFER = 1.2
+#: a step that is modelled to be shorter by less than this is not worth a load
+_WORTH = 0.02
+#: steps until the windows hold what they will hold at the start of every step
+_WARM_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -44,41 +60,19 @@ class TierPlan:
         """The most slots that ever held a granule; slots once filled stay filled."""
         return len({*resident_before.values(), *(load.slot for load in self.loads)})
 
-
-@dataclass(frozen=True)
-class StepPlan:
-    """``near``: the window that compute borrows from. ``far``: the RAM window behind it, None where the device shares
-    RAM."""
-
-    near: TierPlan
-    far: TierPlan | None
-
-    def disk_loads(self) -> int:
-        return len((self.far or self.near).loads)
-
-
-def plan_step(
-    accesses: Sequence[int],
-    near_slots: int,
-    near_before: Mapping[int, int],
-    far_slots: int | None,
-    far_before: Mapping[int, int],
-    prefetch_distance: int,
-) -> StepPlan:
-    """Plan every tier of one step; ``*_before``: granule -> slot of what a window holds when it begins. ``far_slots``
-    is None where the device shares RAM.
-
-    What the near window loads is what the far one is asked for.
-    """
-    near = plan_tier(accesses, near_slots, near_before, _distance(prefetch_distance, near_slots))
-    if far_slots is None:
-        return StepPlan(near, None)
-    copied = [load.granule for load in near.loads]
-    return StepPlan(near, plan_tier(copied, far_slots, far_before, _distance(prefetch_distance, far_slots)))
-
-
-def _distance(prefetch_distance: int, n_slots: int) -> int:
-    return min(prefetch_distance, n_slots // 2)
+    def modelled_s(self, load_s: Sequence[float], compute_s: Sequence[float]) -> float:
+        """The step's time where load i takes ``load_s[i]``, one after another, and access k computes for
+        ``compute_s[k]``."""
+        over = [0.0] * len(compute_s)
+        loaded = now = 0.0
+        for k, seconds in enumerate(compute_s):
+            if (index := self.load_at[k]) >= 0:
+                after = self.loads[index].after
+                loaded = max(loaded, over[after] if after >= 0 else 0.0) + load_s[index]
+                now = max(now, loaded)
+            now += seconds
+            over[k] = now
+        return now
 
 
 def next_uses(accesses: Sequence[int]) -> list[int]:
@@ -95,45 +89,135 @@ def next_uses(accesses: Sequence[int]) -> list[int]:
     return result
 
 
-def plan_tier(accesses: Sequence[int], n_slots: int, resident: Mapping[int, int], prefetch_distance: int) -> TierPlan:
+def plan_tier(
+    accesses: Sequence[int],
+    n_slots: int,
+    resident: Mapping[int, int],
+    prefetch_distance: int,
+    work: Sequence[float] = (),
+) -> TierPlan:
     """Plan one tier.
 
-    ``resident``: granule -> slot before the step. ``prefetch_distance``: a load prefers slots that were released at
-    least so many accesses before it is needed, so that it has that long to arrive; where there is none, any released
-    slot serves.
+    ``resident``: granule -> slot before the step. ``prefetch_distance``: the most accesses that a slot may be kept idle
+    for, so that its load has that long to arrive. ``work``: how long each access computes, in any unit; empty where all
+    take the same.
+
+    A step planned from the ``resident`` of the last one, over and over, loads the fewest granules there can be, or more
+    where it is modelled to be shorter by 2 % or more for it.
     """
+    accesses = tuple(accesses)
+    policy = _choose(accesses, n_slots, prefetch_distance, tuple(work))
+    return _plan(accesses, next_uses(accesses), n_slots, resident, policy)
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """``lead``: accesses that a slot is idle for, where it can be, before it is filled. ``pinned``: never given up."""
+
+    lead: int
+    pinned: frozenset[int]
+
+
+@lru_cache(maxsize=64)
+def _choose(accesses: tuple[int, ...], n_slots: int, prefetch_distance: int, work: tuple[float, ...]) -> _Policy:
+    """The policy with which a step like this, repeated, is modelled to be the shortest; of equals the fewest loads."""
+    optimal = _Policy(0, frozenset())
+    granules = list(dict.fromkeys(accesses))
+    most = min(prefetch_distance, n_slots - 1)
+    if len(granules) <= n_slots or most <= 0:
+        return optimal
+    total = sum(work)
+    shares = [share / total for share in work] if total > 0 else [1 / len(accesses)] * len(accesses)
     following = next_uses(accesses)
-    first_use: dict[int, int] = {}
-    for k, granule in enumerate(accesses):
-        first_use.setdefault(granule, k)
+    compute_s: list[float] = []
+    modelled: list[tuple[float, int, _Policy]] = []
+    for lead in (0, *(1 << bit for bit in range(most.bit_length()))):
+        n_pinned = n_slots - 1 - lead
+        spread = frozenset(granules[i * len(granules) // n_pinned] for i in range(n_pinned))
+        for policy in dict.fromkeys((_Policy(lead, frozenset()), _Policy(lead, spread))):
+            plan = _plan(accesses, following, n_slots, {}, policy)
+            for _ in range(_WARM_STEPS):
+                plan = _plan(accesses, following, n_slots, plan.resident, policy)
+            if not compute_s:
+                compute_s = [_COMPUTE_PER_TRANSFER * len(plan.loads) * share for share in shares]
+            seconds = plan.modelled_s([1.0] * len(plan.loads), compute_s)
+            modelled.append((seconds, len(plan.loads), policy))
+            if seconds <= (1 + _WORTH) * sum(compute_s):
+                return policy
+    enough = (1 + _WORTH) * min(seconds for seconds, _, _ in modelled)
+    return min((m for m in modelled if m[0] <= enough), key=lambda m: m[1])[2]
+
+
+def _plan(
+    accesses: tuple[int, ...], following: Sequence[int], n_slots: int, resident: Mapping[int, int], policy: _Policy
+) -> TierPlan:
+    given_up, unused = _evictions(accesses, following, n_slots, resident, policy)
     slot_of = dict(resident)
-    last_use = dict.fromkeys(slot_of, -1)
-    upcoming = {granule: first_use.get(granule, _NEVER) for granule in slot_of}
-    heap = [(-use, granule) for granule, use in upcoming.items()]
-    heapq.heapify(heap)
-    free = sorted(set(range(n_slots)) - set(slot_of.values()), reverse=True)
+    # Slots that may be filled, in the order they became free, with the access that has to be over.
+    free = deque((slot, -1) for slot in sorted(set(range(n_slots)) - set(slot_of.values())))
+    free.extend((slot_of[granule], -1) for granule in unused)
+    doomed = {slot_of[granule]: granule for granule in unused}
     loads: list[Load] = []
-    slot_at, load_at, evictions = [], [], set()
+    slot_at, load_at, last_use = [], [], set()
     for k, granule in enumerate(accesses):
-        if granule in slot_of:
-            load_at.append(-1)
-        else:
-            if free:
-                slot, after = free.pop(), -1
-            else:
-                victim = _furthest(heap, upcoming, last_use, k - 1 - prefetch_distance)
-                slot, after = slot_of.pop(victim), last_use.pop(victim)
-                del upcoming[victim]
-                if after >= 0:
-                    evictions.add(after)
+        slot = slot_of.get(granule)
+        if slot is None:
+            slot, after = free.popleft()
+            if slot in doomed:
+                del slot_of[doomed.pop(slot)]
+            if after >= 0:
+                last_use.add(after)
             slot_of[granule] = slot
             load_at.append(len(loads))
             loads.append(Load(k, granule, slot, after))
-        slot_at.append(slot_of[granule])
+        else:
+            load_at.append(-1)
+            # With idle slots, what was given up may be wanted before its slot is.
+            if slot in doomed:
+                del doomed[slot]
+                free = deque(entry for entry in free if entry[0] != slot)
+        slot_at.append(slot)
+        if k in given_up:
+            free.append((slot, k))
+            doomed[slot] = granule
+    return TierPlan(tuple(loads), tuple(slot_at), tuple(load_at), frozenset(last_use), slot_of)
+
+
+def _evictions(
+    accesses: Sequence[int], following: Sequence[int], n_slots: int, resident: Mapping[int, int], policy: _Policy
+) -> tuple[set[int], list[int]]:
+    """The accesses after which a granule is given up, and what is given up without having been used.
+
+    A load gives up the granule used furthest in the future among those released at least ``policy.lead`` accesses ago,
+    where there is one, else among all.
+    """
+    first_use: dict[int, int] = {}
+    for k, granule in enumerate(accesses):
+        first_use.setdefault(granule, k)
+    last_use = dict.fromkeys(resident, -1)
+    # To the choice of a victim, what is pinned is always needed next.
+    upcoming = {g: -1 if g in policy.pinned else first_use.get(g, _NEVER) for g in resident}
+    heap = [(-use, granule) for granule, use in upcoming.items()]
+    heapq.heapify(heap)
+    n_free = n_slots - len(resident)
+    given_up: set[int] = set()
+    unused: list[int] = []
+    for k, granule in enumerate(accesses):
+        if granule not in upcoming:
+            if n_free:
+                n_free -= 1
+            else:
+                victim = _furthest(heap, upcoming, last_use, k - 1 - policy.lead)
+                del upcoming[victim]
+                after = last_use.pop(victim)
+                if after >= 0:
+                    given_up.add(after)
+                else:
+                    unused.append(victim)
         last_use[granule] = k
-        upcoming[granule] = following[k]
-        heapq.heappush(heap, (-following[k], granule))
-    return TierPlan(tuple(loads), tuple(slot_at), tuple(load_at), frozenset(evictions), slot_of)
+        upcoming[granule] = -1 if granule in policy.pinned else following[k]
+        heapq.heappush(heap, (-upcoming[granule], granule))
+    return given_up, unused
 
 
 def _furthest(
