@@ -18,6 +18,7 @@ from typing import Any
 from lema.compose import compose, group_choices
 from lema.config import LemaConfig
 from lema.errors_display import report
+from lema.startup import quick_imports
 from lema_core.budgets import ALLOWED_AMOUNTS
 from lema_core.errors import ConfigError
 
@@ -68,7 +69,8 @@ def _run(config: LemaConfig) -> None:
         print_report(sys.stdout)
         return
     check_complete(config)
-    from lema import tasks
+    with quick_imports():
+        from lema import tasks
     from lema.display import print_summary
 
     print_summary(getattr(tasks, config.task)(config), sys.stdout)
