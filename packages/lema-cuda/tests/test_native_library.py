@@ -36,7 +36,9 @@ def choice(name: str = "auto") -> tuple[str, list[str]]:
     from lema_core import builtin
 
     manager = PluginManager()
-    assert manager.admit("lema-core", "core", lambda: builtin) and manager.admit("lema-cuda", "cuda", lambda: plugin)
+    assert manager.admit("lema-core", "core", lambda: builtin) and manager.admit(
+        "lema-cuda", "cuda", lambda: plugin
+    )
     chosen, reasons = manager.choose_kernel("linear", None, "cpu", name)
     return chosen.name, reasons
 
@@ -48,12 +50,17 @@ def test_native_code_is_preferred_where_it_serves(native: object) -> None:
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEMA_DISABLE_NATIVE", "1")
-    assert choice() == ("torch", ["cpp: switched off by LEMA_DISABLE_NATIVE", "torch: chosen"])
+    assert choice() == (
+        "torch",
+        ["cpp: switched off by LEMA_DISABLE_NATIVE", "torch: chosen"],
+    )
     with pytest.raises(PluginError, match="cpp: switched off by LEMA_DISABLE_NATIVE"):
         choice("cpp")
 
 
-def test_switched_off_with_zero_is_on(monkeypatch: pytest.MonkeyPatch, native: object) -> None:
+def test_switched_off_with_zero_is_on(
+    monkeypatch: pytest.MonkeyPatch, native: object
+) -> None:
     monkeypatch.setenv("LEMA_DISABLE_NATIVE", "0")
     assert choice()[0] == "cpp"
 
@@ -61,7 +68,10 @@ def test_switched_off_with_zero_is_on(monkeypatch: pytest.MonkeyPatch, native: o
 def test_a_cpu_that_lacks_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lema_cuda.library, "cpu_missing", lambda: "AVX2, FMA")
     name, reasons = choice()
-    assert name == "torch" and reasons[0] == "cpp: needs AVX2, FMA and F16C, this CPU has no AVX2, FMA"
+    assert (
+        name == "torch"
+        and reasons[0] == "cpp: needs AVX2, FMA and F16C, this CPU has no AVX2, FMA"
+    )
 
 
 def test_what_the_cpu_lacks_is_what_the_system_says(native: object) -> None:
@@ -69,14 +79,24 @@ def test_what_the_cpu_lacks_is_what_the_system_says(native: object) -> None:
     if not flags.exists():
         pytest.skip("needs /proc/cpuinfo")
     words = flags.read_text().split()
-    assert lema_cuda.library.cpu_missing() == ", ".join(w for w in ("AVX2", "FMA", "F16C") if w.lower() not in words)
+    assert lema_cuda.library.cpu_missing() == ", ".join(
+        w for w in ("AVX2", "FMA", "F16C") if w.lower() not in words
+    )
 
 
 def test_no_library(library_elsewhere: Path) -> None:
-    assert choice()[1][0] == f"cpp: {library_elsewhere}/liblema.so is missing, install lema-cuda again"
-    (library_elsewhere / "build.json").write_text(json.dumps({"compiler": None, "reason": "no C++ compiler was found"}))
+    assert (
+        choice()[1][0]
+        == f"cpp: {library_elsewhere}/liblema.so is missing, install lema-cuda again"
+    )
+    (library_elsewhere / "build.json").write_text(
+        json.dumps({"compiler": None, "reason": "no C++ compiler was found"})
+    )
     name, reasons = choice()
-    assert name == "torch" and "liblema was not built: no C++ compiler was found" in reasons[0]
+    assert (
+        name == "torch"
+        and "liblema was not built: no C++ compiler was found" in reasons[0]
+    )
 
 
 def test_a_file_that_is_no_library(library_elsewhere: Path) -> None:
@@ -84,32 +104,26 @@ def test_a_file_that_is_no_library(library_elsewhere: Path) -> None:
     assert "does not load" in choice()[1][0]
 
 
-def test_a_library_with_another_abi(native: object, library_elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_with_another_abi(
+    native: object, library_elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copy(BUILT, library_elsewhere)
     monkeypatch.setattr(lema_cuda.library, "ABI_VERSION", 999)
-    assert "has ABI 1, expected 999; install lema-cuda again" in choice()[1][0]
-
-
-def test_the_library_refuses_what_is_wrong_before_it_computes(native: object) -> None:
-    library = lema_cuda.library.open_library()
-    numbers, scratch = (ctypes.c_float * 64)(), (ctypes.c_char * 500_000)()
-
-    def forward(dtype: int = 0, rows: int = 2, stride: int = 4, scratch_bytes: int = 500_000, threads: int = 1) -> int:
-        return library.lema_linear_forward(
-            numbers, dtype, rows, 3, numbers, stride, 4, numbers, 4, scratch, scratch_bytes, threads
-        )
-
-    assert forward() == 0
-    assert [forward(dtype=3), forward(rows=-1), forward(stride=3), forward(threads=0)] == [1, 1, 1, 1]
-    needed = library.lema_linear_scratch_bytes(3, 4, 1)
-    assert [forward(scratch_bytes=needed), forward(scratch_bytes=needed - 1)] == [0, 2]
+    found = ctypes.CDLL(str(BUILT)).lema_abi_version()
+    assert f"has ABI {found}, expected 999; install lema-cuda again" in choice()[1][0]
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """The package's source alone."""
     copy = tmp_path / "lema-cuda"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("build", "*.so", "build.json", "tests", "*.egg-info"))
+    shutil.copytree(
+        PACKAGE,
+        copy,
+        ignore=shutil.ignore_patterns(
+            "build", "*.so", "build.json", "tests", "*.egg-info"
+        ),
+    )
     return copy
 
 
@@ -125,14 +139,24 @@ def build(checkout: Path, cxx: str) -> dict[str, str | None]:
     return json.loads((checkout / "src/lema_cuda/build.json").read_text())
 
 
-def test_installing_without_a_compiler_succeeds_and_keeps_the_reason(checkout: Path) -> None:
+def test_installing_without_a_compiler_succeeds_and_keeps_the_reason(
+    checkout: Path,
+) -> None:
     (checkout / "src/lema_cuda/liblema.so").write_bytes(b"of an earlier build")
-    assert build(checkout, "no-such-compiler")["reason"] == "no C++ compiler no-such-compiler was found"
+    assert (
+        build(checkout, "no-such-compiler")["reason"]
+        == "no C++ compiler no-such-compiler was found"
+    )
     assert not (checkout / "src/lema_cuda/liblema.so").exists()
 
 
-def test_installing_with_a_compiler_that_fails_keeps_what_it_said(checkout: Path, tmp_path: Path) -> None:
+def test_installing_with_a_compiler_that_fails_keeps_what_it_said(
+    checkout: Path, tmp_path: Path
+) -> None:
     compiler = tmp_path / "cxx"
     compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: too old' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    assert build(checkout, str(compiler))["reason"] == "cxx failed: x.cpp:1: error: too old"
+    assert (
+        build(checkout, str(compiler))["reason"]
+        == "cxx failed: x.cpp:1: error: too old"
+    )

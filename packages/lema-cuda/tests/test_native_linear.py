@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lema_core.errors import PluginError
-from lema_core.ops.linear import LinearKernel
-from lema_cuda.linear import NativeLinear
+from lema_core.ops.linear import Columns, LinearKernel
+from lema_cuda.library import open_library
+from lema_cuda.linear import NativeLinear, _Product
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: relative, by norm
@@ -36,7 +38,11 @@ def make(rows: int, k: int, n: int, dtype: torch.dtype, seed: int = 0) -> tuple[
     """weight [R, K], x [K, N], dy [R, N]"""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, k, generator=generator).to(dtype)
-    return weight, torch.randn(k, n, generator=generator), torch.randn(rows, n, generator=generator)
+    return (
+        weight,
+        torch.randn(k, n, generator=generator),
+        torch.randn(rows, n, generator=generator),
+    )
 
 
 def stored_bytes(tensor: Tensor) -> bytes:
@@ -47,7 +53,11 @@ def products(
     kernel: NativeLinear | LinearKernel, weight: Tensor, x: Tensor, dy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, dx, and dx added to x"""
-    out, dx, sum_ = torch.full_like(dy, torch.nan), torch.full_like(x, torch.nan), x.clone()
+    out, dx, sum_ = (
+        torch.full_like(dy, torch.nan),
+        torch.full_like(x, torch.nan),
+        x.clone(),
+    )
     kernel.forward(weight, x, out)
     kernel.input_gradient(weight, dy, dx, True)
     kernel.input_gradient(weight, dy, sum_, False)
@@ -71,8 +81,18 @@ def test_products(native: NativeLinear, rows: int, k: int, n: int, dtype: torch.
     check(native, *make(rows, k, n, dtype))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1, 230), st.integers(1, 300), st.integers(1, 40), st.sampled_from(DTYPES), st.integers(1, 3))
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.integers(1, 230),
+    st.integers(1, 300),
+    st.integers(1, 40),
+    st.sampled_from(DTYPES),
+    st.integers(1, 3),
+)
 def test_any_shape(native: NativeLinear, rows: int, k: int, n: int, dtype: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)
     check(native, *make(rows, k, n, dtype))
@@ -83,6 +103,167 @@ def test_inner_dimensions_that_are_computed_in_parts(native: NativeLinear) -> No
     check(native, *make(8200, 9, 3, torch.bfloat16))
     check(native, *make(9, 8200, 300, torch.float16))
     check(native, *make(11, 8500, 2, torch.bfloat16))
+
+
+def low_rank_of(rows: int, k: int, n: int, r: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """B [R, r], a [r, N], A [r, K], da [r, N]; the factors are parts of larger matrices, as stacked modules give."""
+    generator = torch.Generator().manual_seed(7)
+    lora_B, lora_A = (
+        torch.randn(rows, r + 2, generator=generator),
+        torch.randn(r + 2, k, generator=generator),
+    )
+    inner, d_inner = (
+        torch.randn(r, n, generator=generator),
+        torch.randn(r, n, generator=generator),
+    )
+    return lora_B[:, 1 : r + 1], inner, lora_A[1 : r + 1], d_inner
+
+
+def products_with_update(
+    kernel: NativeLinear | LinearKernel,
+    weight: Tensor,
+    x: Tensor,
+    dy: Tensor,
+    r: int,
+    segments: tuple[Columns, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, dx, and dx added to x"""
+    lora_B, inner, lora_A, d_inner = low_rank_of(*weight.shape, x.shape[1], r)
+    out, dx, sum_ = (
+        torch.full_like(dy, torch.nan),
+        torch.full_like(x, torch.nan),
+        x.clone(),
+    )
+    kernel.forward(weight, kernel.packed(x, segments), out, (lora_B, inner, 0.5), segments)
+    kernel.input_gradient(weight, dy, dx, True, (lora_A, d_inner), segments)
+    kernel.input_gradient(weight, dy, sum_, False, (lora_A, d_inner), segments)
+    return out, dx, sum_
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("r", [1, 3, 8, 16, 64, 300])
+@pytest.mark.parametrize(
+    ("rows", "k", "n"),
+    [(1, 1, 1), (13, 257, 3), (200, 131, 4), (193, 517, 21), (400, 300, 64)],
+)
+def test_the_low_rank_term(native: NativeLinear, rows: int, k: int, n: int, r: int, dtype: torch.dtype) -> None:
+    """Beside fp64 and the plain-torch kernel: rows that are no multiple of a tile, odd inputs, ranks beyond a piece."""
+    weight, x, dy = make(rows, k, n, dtype)
+    lora_B, inner, lora_A, d_inner = (t.double() for t in low_rank_of(rows, k, n, r))
+    wide = weight.double()
+    out, dx = (
+        wide @ x.double() + 0.5 * lora_B @ inner,
+        wide.t() @ dy.double() + lora_A.t() @ d_inner,
+    )
+    scale = (k + r) ** 0.5 * (rows * n) ** 0.5, (rows + r) ** 0.5 * (k * n) ** 0.5
+    found = products_with_update(native, weight, x, dy, r)
+    plain = products_with_update(LinearKernel(), weight, x, dy, r)
+    for each, twin, right, size in zip(found, plain, (out, dx, x + dx), (*scale, scale[1]), strict=True):
+        assert (each - right).norm() <= TOLERANCE * max(right.norm(), size)
+        assert (each - twin).norm() <= TOLERANCE * max(right.norm(), size)
+
+
+def test_a_low_rank_term_alone_and_a_factor_stored_by_columns(
+    native: NativeLinear,
+) -> None:
+    lora_B, inner, _, _ = low_rank_of(20, 5, 7, 3)
+    native.forward(
+        torch.empty(20, 0),
+        torch.empty(0, 7),
+        out := torch.full((20, 7), torch.nan),
+        (lora_B, inner, 2.0),
+    )
+    torch.testing.assert_close(out, 2 * lora_B @ inner)
+    turned = lora_B.t().contiguous().t()
+    native.forward(
+        torch.empty(20, 0),
+        torch.empty(0, 7),
+        again := torch.empty(20, 7),
+        (turned, inner, 2.0),
+    )
+    assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(1, 2, 3, 4, 5, 6, 7, 8, 9), (4,), (1, 1), (2, 33, 1), (16, 1000, 3)])
+@pytest.mark.parametrize("r", [0, 3, 300])
+def test_micro_batches_together_equal_micro_batches_apart(
+    native: NativeLinear, lengths: tuple[int, ...], r: int, dtype: torch.dtype
+) -> None:
+    """Forward, input gradient and its sum, by two and by one thread."""
+    n = sum(lengths)
+    weight, x, dy = make(50, 300, n, dtype)
+    lora_B, inner, lora_A, d_inner = low_rank_of(50, 300, n, max(r, 1))
+    torch.set_num_threads(2)
+
+    def compute(columns: slice, segments: tuple[Columns, ...], pack: bool) -> tuple[Tensor, Tensor, Tensor]:
+        each_x, each_dy, a, da = (t[:, columns].contiguous() for t in (x, dy, inner, d_inner))
+        given = native.packed(each_x, segments) if pack else each_x
+        out, dx, sum_ = (
+            torch.empty_like(each_dy),
+            torch.empty_like(each_x),
+            each_x.clone(),
+        )
+        update_dx = (lora_A, da) if r else None
+        native.forward(weight, given, out, (lora_B, a, 0.5) if r else None, segments)
+        native.input_gradient(weight, each_dy, dx, True, update_dx, segments)
+        native.input_gradient(weight, each_dy, sum_, False, update_dx, segments)
+        return out, dx, sum_
+
+    stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    segments = tuple((stop - length, stop) for stop, length in zip(stops, lengths, strict=True))
+    together = compute(slice(None), segments, pack=True)
+    torch.set_num_threads(1)
+    for start, stop in segments:
+        for pack in (True, False):
+            apart = compute(slice(start, stop), ((0, stop - start),), pack)
+            for whole, part in zip(together, apart, strict=True):
+                assert torch.equal(whole[:, start:stop], part)
+
+
+@pytest.mark.parametrize("n", [1, 4, 5, 40])
+@pytest.mark.parametrize("segmented", [False, True])
+def test_packing_changes_no_bit_and_serves_several_products(native: NativeLinear, n: int, segmented: bool) -> None:
+    weight, x, _ = make(120, 700, n, torch.bfloat16)
+    segments = ((0, n),) if segmented else ()
+    first, second = native.packed(x, segments), native.packed(-x, segments)
+    for packed, sign in ((first, 1), (second, -1), (first, 1)):
+        for rows in (slice(0, 50), slice(50, 120)):
+            native.forward(
+                weight[rows],
+                packed,
+                found := torch.empty(len(weight[rows]), n),
+                segments=segments,
+            )
+            native.forward(
+                weight[rows],
+                sign * x,
+                expected := torch.empty_like(found),
+                segments=segments,
+            )
+            assert torch.equal(found, expected)
+    address = first.address
+    del first, packed
+    assert native.packed(x, segments).address == address, "memory is used again once nobody holds it"
+
+
+def test_inputs_too_large_to_pack_at_once_give_the_same_bits(
+    native: NativeLinear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x, _ = make(30, 300, 40, torch.bfloat16)
+    native.forward(weight, native.packed(x), expected := torch.empty(30, 40))
+    monkeypatch.setattr("lema_cuda.linear._MOST_PACKED_BYTES", 1000)
+    assert native.packed(x) is x
+    native.forward(weight, x, found := torch.empty(30, 40))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_few_columns_of_an_input_gradient_have_the_order_of_many(native: NativeLinear, n: int) -> None:
+    weight, x, dy = make(600, 1100, 20, torch.bfloat16)
+    native.input_gradient(weight, dy, whole := torch.empty_like(x), True)
+    native.input_gradient(weight, dy[:, :n], few := torch.empty(1100, n), True)
+    assert torch.equal(few, whole[:, :n])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,7 +284,11 @@ def test_weights_at_any_address(native: NativeLinear, dtype: torch.dtype, offset
         memory[offset : offset + size] = stored_bytes(weight)
         placed = torch.frombuffer(memory, dtype=dtype, count=weight.numel(), offset=offset).view(rows, k)
         assert placed.data_ptr() % 4 == (torch.frombuffer(memory, dtype=torch.uint8).data_ptr() + offset) % 4
-        for found, expected in zip(products(native, placed, x, dy), products(native, weight, x, dy), strict=True):
+        for found, expected in zip(
+            products(native, placed, x, dy),
+            products(native, weight, x, dy),
+            strict=True,
+        ):
             assert torch.equal(found, expected)
 
 
@@ -121,18 +306,30 @@ def test_writes_only_where_it_should(native: NativeLinear) -> None:
     assert torch.equal(again, out)
 
 
-@pytest.mark.parametrize(("rows", "k", "n"), [(1300, 300, 33), (700, 600, 3), (600, 600, 1), (64, 2000, 160)])
-def test_same_bits_every_time_and_with_any_number_of_threads(native: NativeLinear, rows: int, k: int, n: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "k", "n"),
+    [(1300, 300, 33), (700, 600, 3), (600, 600, 1), (64, 2000, 160), (16, 300, 200)],
+)
+@pytest.mark.parametrize("r", [0, 16])
+def test_same_bits_every_time_and_with_any_number_of_threads(
+    native: NativeLinear, rows: int, k: int, n: int, r: int
+) -> None:
     given = make(rows, k, n, torch.bfloat16)
+
+    def compute() -> tuple[Tensor, ...]:
+        return products_with_update(native, *given, r) if r else products(native, *given)
+
     torch.set_num_threads(1)
-    expected = products(native, *given)
+    expected = compute()
     for threads in (1, 2, 3, 2, 8):
         torch.set_num_threads(threads)
-        for found, right in zip(products(native, *given), expected, strict=True):
+        for found, right in zip(compute(), expected, strict=True):
             assert torch.equal(found, right)
 
 
-def test_rows_of_a_product_do_not_depend_on_the_other_rows(native: NativeLinear) -> None:
+def test_rows_of_a_product_do_not_depend_on_the_other_rows(
+    native: NativeLinear,
+) -> None:
     weight, x, _ = make(500, 300, 20, torch.bfloat16)
     native.forward(weight, x, whole := torch.empty(500, 20))
     native.forward(weight[123:301], x, part := torch.empty(178, 20))
@@ -189,7 +386,11 @@ def test_infinities_and_nan_stay_in_their_row_and_column(native: NativeLinear, d
     weight, x, dy = make(20, 30, 18, dtype)
     weight[3, 4] = torch.inf
     x[7, 2] = torch.nan
-    for found, expected in zip(products(native, weight, x, dy), products(LinearKernel(), weight, x, dy), strict=True):
+    for found, expected in zip(
+        products(native, weight, x, dy),
+        products(LinearKernel(), weight, x, dy),
+        strict=True,
+    ):
         assert torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.isinf(), expected.isinf())
 
 
@@ -202,7 +403,10 @@ def test_every_stored_number_is_widened_exactly(native: NativeLinear, dtype: tor
         native.forward(weight.view(-1, 1), one, out := torch.empty(1 << 16, n))
         native.input_gradient(weight.view(1, -1), one, dx := torch.empty(1 << 16, n), True)
         for found in (out, dx):
-            assert torch.equal(found.nan_to_num(7.0), weight.float().nan_to_num(7.0).view(-1, 1).expand(-1, n))
+            assert torch.equal(
+                found.nan_to_num(7.0),
+                weight.float().nan_to_num(7.0).view(-1, 1).expand(-1, n),
+            )
 
 
 def test_empty_products(native: NativeLinear) -> None:
@@ -219,10 +423,66 @@ def test_on_meta_nothing_is_computed(native: NativeLinear) -> None:
 
 def test_what_it_would_misread_is_refused(native: NativeLinear) -> None:
     weight, x, dy = make(5, 6, 7, torch.bfloat16)
-    with pytest.raises(PluginError, match=r"the weight is torch.int8 .*, expected contiguous fp32, fp16 or bf16"):
+    with pytest.raises(
+        PluginError,
+        match=r"the weight is torch.int8 .*, expected contiguous fp32, fp16 or bf16",
+    ):
         native.forward(weight.to(torch.int8), x, dy)
     with pytest.raises(PluginError, match="contiguous"):
         native.forward(weight.t(), dy[:5], torch.empty(6, 7))
     for wrong in (x.bfloat16(), x[:5], torch.randn(7, 6).t(), x[:1].expand(6, 7)):
         with pytest.raises(PluginError, match=r"expected fp32 \[6, 7\] with contiguous rows"):
             native.forward(weight, wrong, dy)
+    inner = torch.randn(2, 7)
+    with pytest.raises(
+        PluginError,
+        match=r"a low-rank factor is torch.float32 \[5, 3\] .*, expected fp32 \[5, 2\]",
+    ):
+        native.forward(weight, x, dy, (torch.randn(5, 3), inner, 1.0))
+    with pytest.raises(PluginError, match=r"expected fp32 \[2, 7\] with contiguous rows"):
+        native.forward(weight, x, dy, (torch.randn(5, 2), inner[:, :6], 1.0))
+    with pytest.raises(
+        PluginError,
+        match=r"packed as \[6, 7\] in segments, expected \[6, 7\] without segments",
+    ):
+        native.forward(weight, native.packed(x, ((0, 7),)), dy)
+
+
+def test_the_library_refuses_what_is_wrong_before_it_computes(
+    native: NativeLinear,
+) -> None:
+    library = open_library()
+    numbers, scratch = (ctypes.c_float * 64)(), (ctypes.c_char * 1_000_000)()
+
+    def forward(**wrong: int) -> int:
+        product = _Product(
+            rows=2,
+            k=3,
+            n=4,
+            right_stride=4,
+            out_stride=4,
+            inner_stride=4,
+            rank=1,
+            threads=1,
+        )
+        for name in ("weight", "right", "out", "factor", "inner"):
+            setattr(product, name, ctypes.addressof(numbers))
+        product.scratch, product.scratch_bytes = ctypes.addressof(scratch), len(scratch)
+        for name, value in wrong.items():
+            setattr(product, name, value)
+        product.scratch_bytes = wrong.get("spare", 0) + library.lema_linear_scratch_bytes(ctypes.byref(product))
+        return library.lema_linear(ctypes.byref(product))
+
+    assert [forward(), forward(spare=-1), forward(transposed=1)] == [0, 2, 0]
+    for wrong in (
+        {"dtype": 3},
+        {"rows": -1},
+        {"right_stride": 3},
+        {"out_stride": 3},
+        {"inner_stride": 3},
+        {"rank": -1},
+    ):
+        assert forward(**wrong) == 1, wrong
+    assert forward(right_stride=0, transposed=1) == 1, "packed inputs serve the forward product alone"
+    assert forward(right_stride=0, right=ctypes.addressof(numbers) + 4) == 1, "packed memory is aligned"
+    assert library.lema_linear_pack(numbers, 3, 3, 4, numbers, 0, 1) == 1

@@ -10,42 +10,62 @@
 namespace lema {
 namespace {
 
-constexpr int64_t LINE_FLOATS = 16;        // a cache line
-constexpr int64_t MOST_INNER = 32 * KC;    // of the inner dimension at once: whole pieces, so no sum changes
-constexpr int64_t PACKED_FLOATS = 2 << 20; // of b packed at once
+constexpr int64_t LINE_FLOATS = 16;         // a cache line
+constexpr int64_t PACKED_FLOATS = 2 << 20;  // of b packed at once, unless 16 columns are more
+constexpr int64_t WIDEST_STRIP = 1024;      // such a strip of MC rows of c stays in the third-level cache
+constexpr int64_t NARROWEST_STRIP = 32;     // below it, packing `a` again costs too much
+constexpr int64_t BLOCKS_PER_THREAD = 3;    // where the product is large enough
+constexpr int64_t ALIGNMENT = 32;           // of what is packed, in bytes
 
 int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
+int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
+bool is_aligned(const float *packed) { return reinterpret_cast<uintptr_t>(packed) % ALIGNMENT == 0; }
+
 // Columns that are packed and computed at once.
-int64_t chunk_columns(int64_t inner, int64_t n) {
-  const int64_t rows = at_most(inner, MOST_INNER);
-  return rows > 0 ? at_most(n, PACKED_FLOATS / rows / NR * NR) : n;
+int64_t chunk_columns(const Product &p) {
+  if (p.is_packed || p.inner == 0) return p.n;
+  return at_most(p.n, at_least(NR, PACKED_FLOATS / p.inner / NR * NR));
 }
 
-int64_t packed_b_floats(int64_t inner, int64_t n) {
-  return at_most(inner, MOST_INNER) * round_up(chunk_columns(inner, n), NR);
+// Columns that a thread computes at once: few where there are too few rows for every thread.
+int64_t strip_columns(const Product &p) {
+  const int64_t blocks = (p.m + SMALLEST_BLOCK - 1) / SMALLEST_BLOCK;
+  const int64_t wanted = p.threads == 1 ? 1 : (BLOCKS_PER_THREAD * p.threads + blocks - 1) / blocks;
+  return round_up(at_most(WIDEST_STRIP, at_least(NARROWEST_STRIP, (p.n + wanted - 1) / wanted)), NR);
 }
 
-int64_t scratch_bytes(int64_t inner, int64_t n, int threads) {
-  const int64_t a_floats = round_up(A_FLOATS, LINE_FLOATS);
-  return static_cast<int64_t>(sizeof(float)) * (LINE_FLOATS + packed_b_floats(inner, n) + threads * a_floats);
-}
+// Floats of the parts of the scratch: packed_b, packed_v, and for all threads packed_a, packed_u.
+struct Parts {
+  explicit Parts(const Product &p) {
+    const int64_t columns = round_up(chunk_columns(p), NR);
+    b = p.is_packed ? 0 : p.inner * columns;
+    v = p.rank * columns;
+    a = round_up(A_FLOATS, LINE_FLOATS) * p.threads;
+    u = p.rank > 0 ? static_cast<int64_t>(U_FLOATS) * p.threads : 0;
+  }
+  int64_t bytes() const { return static_cast<int64_t>(sizeof(float)) * (LINE_FLOATS + b + v + a + u); }
+  int64_t b, v, a, u;
+};
 
 using Body = void (*)(void *, int);
 
-Body body_of(int dtype, bool dots) {
-  switch (dtype) {
-    case LEMA_F32: return dots ? run_dots<LEMA_F32> : run_tiles<LEMA_F32>;
-    case LEMA_F16: return dots ? run_dots<LEMA_F16> : run_tiles<LEMA_F16>;
-    case LEMA_BF16: return dots ? run_dots<LEMA_BF16> : run_tiles<LEMA_BF16>;
-    default: return nullptr;
-  }
+template <int DTYPE>
+Body body_for(const Product &p, bool few) {
+  if (!few) return run_tiles<DTYPE>;
+  return p.transposed ? run_sums<DTYPE> : run_dots<DTYPE>;
 }
 
-void clear(const Product &p) {
-  for (int64_t row = 0; row < p.m; ++row) memset(p.c + row * p.c_stride, 0, sizeof(float) * p.n);
+Body body_of(int dtype, const Product &p, bool few) {
+  switch (dtype) {
+    case LEMA_F32: return body_for<LEMA_F32>(p, few);
+    case LEMA_F16: return body_for<LEMA_F16>(p, few);
+    case LEMA_BF16: return body_for<LEMA_BF16>(p, few);
+    default: return nullptr;
+  }
 }
 
 // b [inner, n] -> packed_b [n, inner]
@@ -54,60 +74,102 @@ void pack_few(const Product &p) {
     for (int64_t n = 0; n < p.n; ++n) p.packed_b[n * p.inner + i] = p.b[i * p.b_stride + n];
 }
 
-// `whole` describes all columns; its packed_b and packed_a are set here.
-int multiply(Product whole, int dtype, void *scratch, int64_t given_bytes) {
+Product product_of(const lema_product &given) {
+  Product p{};
+  p.weight = static_cast<const char *>(given.weight);
+  p.k = given.k;
+  p.transposed = given.transposed != 0;
+  p.m = p.transposed ? given.k : given.rows;
+  p.inner = p.transposed ? given.rows : given.k;
+  p.n = given.n;
+  p.b = given.right;
+  p.b_stride = given.right_stride;
+  p.c = given.out;
+  p.c_stride = given.out_stride;
+  p.accumulate = given.accumulate != 0;
+  p.u = given.factor;
+  p.u_row = p.transposed ? given.factor_column : given.factor_row;
+  p.u_column = p.transposed ? given.factor_row : given.factor_column;
+  p.v = given.inner;
+  p.v_stride = given.inner_stride;
+  p.rank = given.rank;
+  p.scale = given.scale;
+  p.threads = given.threads;
+  p.is_packed = given.right_stride == 0 && p.n > 0;
+  return p;
+}
+
+bool is_wrong(const Product &p) {
+  if (p.m < 0 || p.inner < 0 || p.n < 0 || p.rank < 0 || p.threads < 1) return true;
+  if (p.is_packed && (p.transposed || !is_aligned(p.b))) return true;
+  return (!p.is_packed && p.b_stride < p.n) || p.c_stride < p.n || (p.rank > 0 && p.v_stride < p.n);
+}
+
+int multiply(const lema_product &given) {
   if (*lema_cpu_missing()) return LEMA_MISSING_FEATURE;
-  const bool dots = !whole.transposed && whole.n <= FEW;
-  const Body body = body_of(dtype, dots);
-  if (body == nullptr || whole.m < 0 || whole.inner < 0 || whole.n < 0 || whole.threads < 1 ||
-      whole.b_stride < whole.n || whole.c_stride < whole.n)
-    return LEMA_BAD_ARGUMENT;
-  if (given_bytes < scratch_bytes(whole.inner, whole.n, whole.threads)) return LEMA_SMALL_SCRATCH;
+  Product whole = product_of(given);
+  // the sums for few columns have the order of tiles, the dot products have not
+  const bool few = whole.n <= FEW && whole.inner > 0 && (whole.transposed || !given.apart);
+  const Body body = body_of(given.dtype, whole, few);
+  if (body == nullptr || is_wrong(whole)) return LEMA_BAD_ARGUMENT;
+  const Parts parts(whole);
+  if (given.scratch_bytes < parts.bytes()) return LEMA_SMALL_SCRATCH;
   if (whole.m == 0 || whole.n == 0) return LEMA_OK;
-  if (whole.inner == 0) {
-    if (!whole.accumulate) clear(whole);
-    return LEMA_OK;
-  }
   const int64_t line_bytes = LINE_FLOATS * sizeof(float);
-  whole.packed_b = reinterpret_cast<float *>(round_up(reinterpret_cast<int64_t>(scratch), line_bytes));
-  whole.packed_a = whole.packed_b + packed_b_floats(whole.inner, whole.n);
-  const int64_t step = chunk_columns(whole.inner, whole.n);
-  for (int64_t column = 0; column < whole.n; column += step)
-    for (int64_t row = 0; row < whole.inner; row += MOST_INNER) {
-      Job job{whole};
-      Product &p = job.product;
-      p.n = at_most(step, whole.n - column);
-      p.inner = at_most(MOST_INNER, whole.inner - row);
-      p.weight += row * (whole.transposed ? whole.k : 1) * (dtype == LEMA_F32 ? 4 : 2);
-      p.b += column + row * p.b_stride;
-      p.c += column;
-      p.accumulate = whole.accumulate || row > 0;
-      if (dots) pack_few(p);
-      run_in_pool(p.threads, body, &job);
-    }
+  float *const scratch = reinterpret_cast<float *>(round_up(reinterpret_cast<int64_t>(given.scratch), line_bytes));
+  whole.packed_b = whole.is_packed ? const_cast<float *>(whole.b) : scratch;
+  whole.packed_v = scratch + parts.b;
+  whole.packed_a = whole.packed_v + parts.v;
+  whole.packed_u = whole.packed_a + parts.a;
+  const int64_t step = chunk_columns(whole);
+  for (int64_t column = 0; column < whole.n; column += step) {
+    Job job{whole, 0};
+    Product &p = job.product;
+    p.n = at_most(step, whole.n - column);
+    p.b += column;
+    p.v += column;
+    p.c += column;
+    job.strip = strip_columns(p);
+    if (few && !p.transposed && !p.is_packed) pack_few(p);
+    run_in_pool(p.threads, body, &job);
+  }
+  return LEMA_OK;
+}
+
+int pack(Product p, bool apart) {
+  if (*lema_cpu_missing()) return LEMA_MISSING_FEATURE;
+  if (p.inner < 0 || p.n < 0 || p.b_stride < p.n || p.threads < 1 || !is_aligned(p.packed_b)) return LEMA_BAD_ARGUMENT;
+  if (p.inner == 0 || p.n == 0) return LEMA_OK;
+  if (p.n <= FEW && !apart) {
+    pack_few(p);
+  } else {
+    Job job{p, 0};
+    run_in_pool(p.threads, run_pack, &job);
+  }
   return LEMA_OK;
 }
 
 }  // namespace
 }  // namespace lema
 
-extern "C" int64_t lema_linear_scratch_bytes(int64_t inner, int64_t n, int32_t threads) {
-  return lema::scratch_bytes(inner, n, threads);
+extern "C" int64_t lema_linear_scratch_bytes(const lema_product *product) {
+  return lema::Parts(lema::product_of(*product)).bytes();
 }
 
-extern "C" int32_t lema_linear_forward(const void *weight, int32_t dtype, int64_t rows, int64_t k, const float *x,
-                                       int64_t x_stride, int64_t n, float *out, int64_t out_stride, void *scratch,
-                                       int64_t scratch_bytes, int32_t threads) {
-  const lema::Product product{static_cast<const char *>(weight), k, false, rows, k, n, x, x_stride, out, out_stride,
-                              false, threads, nullptr, nullptr};
-  return lema::multiply(product, dtype, scratch, scratch_bytes);
+extern "C" int32_t lema_linear(const lema_product *product) { return lema::multiply(*product); }
+
+extern "C" int64_t lema_linear_packed_bytes(int64_t k, int64_t n) {
+  return static_cast<int64_t>(sizeof(float)) * k * lema::round_up(n, lema::NR);
 }
 
-extern "C" int32_t lema_linear_input_gradient(const void *weight, int32_t dtype, int64_t rows, int64_t k,
-                                              const float *dy, int64_t dy_stride, int64_t n, float *dx,
-                                              int64_t dx_stride, int32_t accumulate, void *scratch,
-                                              int64_t scratch_bytes, int32_t threads) {
-  const lema::Product product{static_cast<const char *>(weight), k, true, k, rows, n, dy, dy_stride, dx, dx_stride,
-                              accumulate != 0, threads, nullptr, nullptr};
-  return lema::multiply(product, dtype, scratch, scratch_bytes);
+extern "C" int32_t lema_linear_pack(const float *x, int64_t x_stride, int64_t k, int64_t n, float *packed,
+                                    int32_t apart, int32_t threads) {
+  lema::Product product{};
+  product.b = x;
+  product.b_stride = x_stride;
+  product.inner = k;
+  product.n = n;
+  product.packed_b = packed;
+  product.threads = threads;
+  return lema::pack(product, apart != 0);
 }

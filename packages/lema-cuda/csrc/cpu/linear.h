@@ -1,4 +1,5 @@
-// One product c (+)= a b whose `a` is a weight in its storage format, as linear.cpp prepares it for linear_avx2.cpp.
+// One product c (+)= a b + u v whose `a` is a weight in its storage format, as linear.cpp prepares it for
+// tiles_avx2.cpp and dots_avx2.cpp.
 
 #pragma once
 
@@ -12,11 +13,16 @@ constexpr int MR = 6;   // rows of a register tile
 constexpr int NR = 16;  // columns of a register tile, and of a packed sliver of b
 constexpr int MC = 192;                 // rows of `a` that are packed together: they stay in a second-level cache of 512 KB
 constexpr int KC = 256;                 // inner length of a packed piece: such a sliver of b stays in the first-level cache
-constexpr int FEW = 4;                  // up to so many columns are computed as dot products
+constexpr int SMALLEST_BLOCK = 48;      // rows that are dealt to a thread, unless fewer are left
+constexpr int FEW = 4;                  // up to so many columns are computed without tiles
 constexpr int A_SLIVER = MR * KC + 16;  // MR rows of packed `a`, with room for a store that overhangs
 constexpr int A_FLOATS = MC / MR * A_SLIVER;  // what one thread packs `a` into
+constexpr int U_FLOATS = MC * KC;             // what one thread packs `u` into
 
-// c_MN (+)= a_MI b_IN. `a` is the weight [R, K] (M = R, I = K) or its transpose (M = K, I = R). All m, n, inner > 0.
+// c_MN (+)= a_MI b_IN + u_Mr v_rN. `a` is the weight [R, K] (M = R, I = K) or its transpose (M = K, I = R). m and n
+// are > 0.
+//
+// The inner dimension is summed in pieces: piece j is columns [j KC, (j + 1) KC) of `a` followed by the same of `u`.
 struct Product {
   const char *weight;
   int64_t k;  // elements of a row of the weight
@@ -27,25 +33,38 @@ struct Product {
   float *c;
   int64_t c_stride;
   bool accumulate;
+  const float *u;  // scaled by `scale` as it is packed
+  int64_t u_row, u_column;
+  const float *v;
+  int64_t v_stride;
+  int64_t rank;
+  float scale;
   int threads;
   float *packed_b;  // slivers [n / NR][inner][NR], zeros beyond n; for dot products [n][inner]
-  float *packed_a;  // A_FLOATS for each thread
+  bool is_packed;   // packed_b is filled already
+  float *packed_v;  // slivers [n / NR][rank][NR]
+  float *packed_a;  // A_FLOATS for each thread ...
+  float *packed_u;  // ... and U_FLOATS where the rank is not 0
 };
 
 // A product that threads are working on: each takes what is next, so nobody waits for a thread that was held up.
 struct Job {
   Product product;
-  std::atomic<int64_t> next_piece{0};    // pieces of KC rows of b to pack ...
+  int64_t strip;                         // columns that are computed at once
+  std::atomic<int64_t> next_piece{0};    // pieces of KC rows of b, then of v, to pack ...
   std::atomic<int64_t> packed_pieces{0}; // ... and those that are
-  std::atomic<int64_t> next_row{0};      // rows of c to compute
+  std::atomic<int64_t> next_row{0};      // rows of c to compute, strip after strip
 };
 
-inline int64_t pieces(const Product &p) { return (p.inner + KC - 1) / KC; }
+inline int64_t pieces(int64_t inner) { return (inner + KC - 1) / KC; }
 
 // Bodies for run_in_pool; `job` is a Job. DTYPE is of enum lema_dtype.
+void run_pack(void *job, int slot);
 template <int DTYPE>
 void run_tiles(void *job, int slot);
 template <int DTYPE>
 void run_dots(void *job, int slot);
+template <int DTYPE>
+void run_sums(void *job, int slot);
 
 }  // namespace lema

@@ -2,8 +2,8 @@
 // "Anatomy of High-Performance Matrix Multiplication" (2008): b is packed once into slivers of NR columns, a block of
 // MC rows of `a` is widened to fp32 as it is packed, and tiles of MR x NR stay in registers while they are summed.
 //
-// An element of c is the sum over the pieces of KC, in order, of a chain of fused multiply-adds over the piece. No
-// choice of rows, columns or threads changes that.
+// An element of c is the sum over the pieces of the inner dimension, in order, of a chain of fused multiply-adds over
+// the piece: KC columns of the weight, then KC of `u`. No choice of rows, columns or threads changes that.
 
 #include "formats_avx2.h"
 #include "linear.h"
@@ -13,24 +13,23 @@
 namespace lema {
 namespace {
 
-constexpr int64_t SMALLEST_BLOCK = 48;
-
 // ------------------------------------------------------------------------------------------------------------ packing
 
-// Rows [from, to) of b into every sliver.
-void pack_piece_of_b(const Product &p, int64_t from, int64_t to) {
-  const int64_t whole = p.n / NR * NR;
+// Rows [from, to) of a matrix of `inner` rows and n columns into every sliver.
+void pack_slivers(const float *matrix, int64_t stride, int64_t inner, int64_t n, int64_t from, int64_t to,
+                  float *packed) {
+  const int64_t whole = n / NR * NR;
   for (int64_t row = from; row < to; ++row) {
-    const float *source = p.b + row * p.b_stride;
-    float *target = p.packed_b + row * NR;
-    for (int64_t column = 0; column < whole; column += NR, target += p.inner * NR) {
+    const float *source = matrix + row * stride;
+    float *target = packed + row * NR;
+    for (int64_t column = 0; column < whole; column += NR, target += inner * NR) {
       const __m256 low = _mm256_loadu_ps(source + column), high = _mm256_loadu_ps(source + column + LANES);
       _mm256_store_ps(target, low);
       _mm256_store_ps(target + LANES, high);
     }
-    if (whole < p.n) {
+    if (whole < n) {
       memset(target, 0, NR * sizeof(float));
-      memcpy(target, source + whole, (p.n - whole) * sizeof(float));
+      memcpy(target, source + whole, (n - whole) * sizeof(float));
     }
   }
 }
@@ -65,17 +64,28 @@ void pack_columns(const Product &p, int64_t column, int64_t columns, int64_t row
   }
 }
 
+// Rows [row, row + rows), columns [column, column + length) of scale * u -> slivers [length][MR], zeros beyond the rows.
+void pack_u(const Product &p, int64_t row, int64_t rows, int64_t column, int64_t length, float *target) {
+  for (int64_t r = 0; r < rows; r += MR) {
+    const int64_t here = at_most(MR, rows - r);
+    const float *source = p.u + (row + r) * p.u_row + column * p.u_column;
+    for (int64_t i = 0; i < length; ++i, source += p.u_column, target += MR)
+      for (int64_t j = 0; j < MR; ++j) target[j] = j < here ? p.scale * source[j * p.u_row] : 0.0f;
+  }
+}
+
 // -------------------------------------------------------------------------------------------------------------- tiles
 
 struct Tile {
   __m256 sum[MR][2];
 };
 
-// a[i * ROW + k * INNER] times a sliver of b, summed over k in order.
+// Adds a[i * ROW + k * INNER] times a sliver of b, over k in order.
 template <int ROW, int INNER>
 inline __attribute__((always_inline)) void multiply_tile(const float *a, const float *b, int64_t length, Tile &tile) {
-  __m256 c00 = _mm256_setzero_ps(), c01 = c00, c10 = c00, c11 = c00, c20 = c00, c21 = c00;
-  __m256 c30 = c00, c31 = c00, c40 = c00, c41 = c00, c50 = c00, c51 = c00;
+  __m256 c00 = tile.sum[0][0], c01 = tile.sum[0][1], c10 = tile.sum[1][0], c11 = tile.sum[1][1];
+  __m256 c20 = tile.sum[2][0], c21 = tile.sum[2][1], c30 = tile.sum[3][0], c31 = tile.sum[3][1];
+  __m256 c40 = tile.sum[4][0], c41 = tile.sum[4][1], c50 = tile.sum[5][0], c51 = tile.sum[5][1];
 #pragma GCC unroll 4
   for (int64_t k = 0; k < length; ++k) {
     const __m256 low = _mm256_load_ps(b), high = _mm256_load_ps(b + LANES);
@@ -147,33 +157,46 @@ Ahead ahead_of(const Product &p, int64_t from, int64_t to, int64_t start, int64_
   return Ahead(p.weight + from * row_bytes + start * bytes, row_bytes, to - from, length * bytes, steps);
 }
 
-// Rows [from, to) of c, at most MC, with `packed` for the weight.
+// A rectangle of c.
+struct Block {
+  int64_t from, to;     // rows, at most MC
+  int64_t left, right;  // columns
+};
+
+// `packed` and `packed_u` are this thread's, for the weight and u.
 template <int DTYPE, bool TRANSPOSED>
-void multiply_block(const Job &job, int64_t from, int64_t to, float *packed) {
+void multiply_block(const Job &job, const Block &block, float *packed, float *packed_u) {
   constexpr int ROW = TRANSPOSED ? 1 : KC, INNER = TRANSPOSED ? MR : 1, SLIVER = TRANSPOSED ? A_SLIVER : MR * KC;
   const Product &p = job.product;
-  const int64_t tiles = ((to - from + MR - 1) / MR) * ((p.n + NR - 1) / NR);
-  for (int64_t start = 0; start < p.inner; start += KC) {
-    const int64_t length = at_most(KC, p.inner - start);
+  const int64_t from = block.from, to = block.to;
+  const int64_t tiles = ((to - from + MR - 1) / MR) * ((block.right - block.left + NR - 1) / NR);
+  const int64_t longest = p.inner > p.rank ? p.inner : p.rank;
+  const int64_t all = longest > 0 ? pieces(longest) : 1;  // zeros, where there is nothing to sum
+  for (int64_t piece = 0; piece < all; ++piece) {
+    const int64_t start = piece * KC;
+    const int64_t length = at_most(KC, p.inner > start ? p.inner - start : 0);
+    const int64_t u_length = at_most(KC, p.rank > start ? p.rank - start : 0);
     if (TRANSPOSED) {
       pack_columns<DTYPE>(p, from, to - from, start, length, packed);
     } else {
       pack_rows<DTYPE>(p, from, to - from, start, length, packed);
     }
+    pack_u(p, from, to - from, start, u_length, packed_u);
     // after the last piece likely the first one of the rows that are dealt out next
-    const int64_t likely = at_most(job.next_row.load(std::memory_order_relaxed), p.m);
+    const int64_t likely = job.next_row.load(std::memory_order_relaxed) % p.m;
     Ahead ahead = start + KC < p.inner
                       ? ahead_of<DTYPE, TRANSPOSED>(p, from, to, start + KC, tiles)
                       : ahead_of<DTYPE, TRANSPOSED>(p, likely, at_most(p.m, likely + to - from), 0, tiles);
-    const bool add = p.accumulate || start > 0;
-    for (int64_t column = 0; column < p.n; column += NR) {
-      const float *b = p.packed_b + column * p.inner + start * NR;
-      const float *a = packed;
-      for (int64_t row = from; row < to; row += MR, a += SLIVER) {
+    const bool add = p.accumulate || piece > 0;
+    for (int64_t column = block.left; column < block.right; column += NR) {
+      const float *b = p.packed_b + column * p.inner + start * NR, *v = p.packed_v + column * p.rank + start * NR;
+      const float *a = packed, *u = packed_u;
+      for (int64_t row = from; row < to; row += MR, a += SLIVER, u += u_length * MR) {
         float *c = p.c + row * p.c_stride + column;
-        Tile tile;
+        Tile tile{};
         ahead.step();
         multiply_tile<ROW, INNER>(a, b, length, tile);
+        multiply_tile<1, MR>(u, v, u_length, tile);
         if (row + MR <= to && column + NR <= p.n) {
           put_tile(tile, c, p.c_stride, add);
         } else {
@@ -186,25 +209,34 @@ void multiply_block(const Job &job, int64_t from, int64_t to, float *packed) {
 
 // ------------------------------------------------------------------------------------------------------- dealing out
 
-// The next rows of c for a thread: at most `most`, fewer towards the end, so that all threads end together.
-bool take_rows(Job &job, int64_t most, int64_t &from, int64_t &to) {
+// The next block for a thread: at most MC rows, fewer towards the end, so that all threads end together.
+bool take(Job &job, Block &block) {
   const Product &p = job.product;
-  from = job.next_row.load(std::memory_order_relaxed);
+  const int64_t all = (p.n + job.strip - 1) / job.strip * p.m;
+  int64_t first = job.next_row.load(std::memory_order_relaxed), rows;
   do {
-    if (from >= p.m) return false;
-    int64_t rows = ((p.m - from) / (2 * p.threads) + MR - 1) / MR * MR;
+    if (first >= all) return false;
+    rows = ((all - first) / (2 * p.threads) + MR - 1) / MR * MR;
     if (rows < SMALLEST_BLOCK) rows = SMALLEST_BLOCK;
-    if (rows > most) rows = most;
-    to = at_most(p.m, from + rows);
-  } while (!job.next_row.compare_exchange_weak(from, to, std::memory_order_relaxed));
+    if (rows > MC) rows = MC;
+    rows = at_most(rows, p.m - first % p.m);
+  } while (!job.next_row.compare_exchange_weak(first, first + rows, std::memory_order_relaxed));
+  const int64_t left = first / p.m * job.strip;
+  block = {first % p.m, first % p.m + rows, left, at_most(p.n, left + job.strip)};
   return true;
 }
 
-void pack_b(Job &job) {
+// Packs what is left to pack of b and v, and waits for what other threads are packing.
+void pack_all(Job &job) {
   const Product &p = job.product;
-  const int64_t all = pieces(p);
+  const int64_t of_b = p.is_packed ? 0 : pieces(p.inner), all = of_b + pieces(p.rank);
   for (int64_t piece; (piece = job.next_piece.fetch_add(1, std::memory_order_relaxed)) < all;) {
-    pack_piece_of_b(p, piece * KC, at_most(p.inner, (piece + 1) * KC));
+    if (piece < of_b) {
+      pack_slivers(p.b, p.b_stride, p.inner, p.n, piece * KC, at_most(p.inner, (piece + 1) * KC), p.packed_b);
+    } else {
+      const int64_t start = (piece - of_b) * KC;
+      pack_slivers(p.v, p.v_stride, p.rank, p.n, start, at_most(p.rank, start + KC), p.packed_v);
+    }
     job.packed_pieces.fetch_add(1, std::memory_order_release);
   }
   for (int spins = 0; job.packed_pieces.load(std::memory_order_acquire) < all; ++spins) {
@@ -218,17 +250,20 @@ void pack_b(Job &job) {
 
 }  // namespace
 
+void run_pack(void *context, int) { pack_all(*static_cast<Job *>(context)); }
+
 template <int DTYPE>
 void run_tiles(void *context, int slot) {
   Job &job = *static_cast<Job *>(context);
   const Product &p = job.product;
   float *const packed = p.packed_a + static_cast<int64_t>(slot) * A_FLOATS;
-  pack_b(job);
-  for (int64_t from, to; take_rows(job, MC, from, to);) {
+  float *const packed_u = p.packed_u + static_cast<int64_t>(slot) * U_FLOATS;
+  pack_all(job);
+  for (Block block; take(job, block);) {
     if (p.transposed) {
-      multiply_block<DTYPE, true>(job, from, to, packed);
+      multiply_block<DTYPE, true>(job, block, packed, packed_u);
     } else {
-      multiply_block<DTYPE, false>(job, from, to, packed);
+      multiply_block<DTYPE, false>(job, block, packed, packed_u);
     }
   }
 }

@@ -15,15 +15,18 @@ LIBRARY = Path(__file__).parent / "liblema.so"
 BUILD_RECORD = Path(__file__).parent / "build.json"
 DISABLE_VARIABLE = "LEMA_DISABLE_NATIVE"
 #: LEMA_ABI_VERSION of the header that this file was written for
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 _address, _int32, _int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-_PRODUCT = (_address, _int32, _int64, _int64, _address, _int64, _int64, _address, _int64)
 _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "lema_cpu_missing": (ctypes.c_char_p, ()),
-    "lema_linear_scratch_bytes": (_int64, (_int64, _int64, _int32)),
-    "lema_linear_forward": (_int32, (*_PRODUCT, _address, _int64, _int32)),
-    "lema_linear_input_gradient": (_int32, (*_PRODUCT, _int32, _address, _int64, _int32)),
+    "lema_linear_scratch_bytes": (_int64, (_address,)),
+    "lema_linear": (_int32, (_address,)),
+    "lema_linear_packed_bytes": (_int64, (_int64, _int64)),
+    "lema_linear_pack": (
+        _int32,
+        (_address, _int64, _int64, _int64, _address, _int32, _int32),
+    ),
 }
 
 
@@ -39,7 +42,9 @@ def open_library() -> ctypes.CDLL:
     library.lema_abi_version.restype = _int32
     found = library.lema_abi_version()
     if found != ABI_VERSION:
-        raise PluginError(f"{LIBRARY} has ABI {found}, expected {ABI_VERSION}; install lema-cuda again")
+        raise PluginError(
+            f"{LIBRARY} has ABI {found}, expected {ABI_VERSION}; install lema-cuda again"
+        )
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -1,60 +1,208 @@
 """Products with a borrowed weight, in liblema: the weight is read in its storage format.
 
-Shapes: N tokens, K inputs, R rows of one block.
+Shapes: N tokens, K inputs, R rows of one block, r rank of a low-rank update.
 """
 
 from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lema_core.errors import PluginError
+from lema_core.ops.linear import Columns
 from lema_cuda.library import open_library
 
 #: enum lema_dtype
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 #: enum lema_error
-_ERRORS = {1: "a bad argument", 2: "too little scratch", 3: "a CPU feature that is missing"}
+_SMALL_SCRATCH = 2
+_ERRORS = {
+    1: "a bad argument",
+    _SMALL_SCRATCH: "too little scratch",
+    3: "a CPU feature that is missing",
+}
+#: beyond it, inputs are packed in parts by each product instead of once for all
+_MOST_PACKED_BYTES = 16 << 20
+
+_address, _int32, _int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+class _Product(ctypes.Structure):
+    """struct lema_product"""
+
+    _fields_ = (
+        ("weight", _address),
+        ("rows", _int64),
+        ("k", _int64),
+        ("n", _int64),
+        ("right", _address),
+        ("right_stride", _int64),
+        ("out", _address),
+        ("out_stride", _int64),
+        ("factor", _address),
+        ("factor_row", _int64),
+        ("factor_column", _int64),
+        ("inner", _address),
+        ("inner_stride", _int64),
+        ("rank", _int64),
+        ("scratch", _address),
+        ("scratch_bytes", _int64),
+        ("scale", ctypes.c_float),
+        ("dtype", _int32),
+        ("transposed", _int32),
+        ("accumulate", _int32),
+        ("apart", _int32),
+        ("threads", _int32),
+    )
+
+
+_NO_UPDATE = (None, 0, 0, None, 0, 0)
+
+
+class _Packed:
+    """Inputs [K, N] as the tiles read them, in memory that goes back to ``free`` with this object."""
+
+    def __init__(self, memory: Tensor, k: int, n: int, apart: bool, free: list[Tensor]) -> None:
+        self.address = memory.data_ptr()
+        self.shape = (k, n)
+        self.apart = apart
+        self._memory = memory
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self._memory)
 
 
 class NativeLinear:
     """As :class:`lema_core.ops.linear.LinearKernel`, for fp32 activations on the CPU.
 
-    Computes with as many threads as torch; their number changes no bit of the result. On the meta device nothing is
-    computed. Raises PluginError for tensors that it does not serve.
+    Computes with as many threads as torch; their number changes no bit of the result, nor do the columns beside a
+    segment. On the meta device nothing is computed. Not for several threads at once. Raises PluginError for tensors
+    that it does not serve.
     """
 
     def __init__(self) -> None:
         self._library = open_library()
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._free: list[Tensor] = []
 
-    def forward(self, weight_RK: Tensor, x_KN: Tensor, out_RN: Tensor) -> None:
-        """out = W x."""
+    def packed(self, x_KN: Tensor, segments: Sequence[Columns] = ()) -> Any:
+        """What several products with the same right-hand side share, to be given as ``x`` to :meth:`forward` with the
+        same ``segments``."""
+        k, n = x_KN.shape
+        size = self._library.lema_linear_packed_bytes(k, n)
+        if x_KN.is_meta or size > _MOST_PACKED_BYTES or size == 0:
+            return x_KN
+        x, stride = _address_and_stride(x_KN, k, n)
+        memory = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
+        if memory.numel() < size:
+            memory = torch.empty(size, dtype=torch.uint8)
+        packed, threads = (
+            _Packed(memory, k, n, bool(segments), self._free),
+            torch.get_num_threads(),
+        )
+        _raise_for(self._library.lema_linear_pack(x, stride, k, n, packed.address, packed.apart, threads))
+        return packed
+
+    def forward(
+        self,
+        weight_RK: Tensor,
+        x: Any,
+        out_RN: Tensor,
+        update: tuple[Tensor, Tensor, float] | None = None,
+        segments: Sequence[Columns] = (),
+    ) -> None:
+        """out = W x, plus scale * B a where ``update`` is (B [R, r] in fp32, a [r, N], scale).
+
+        ``x``: a tensor [K, N], or what :meth:`packed` returned.
+        """
         if out_RN.is_meta:
             return
-        (rows, k), n = weight_RK.shape, x_KN.shape[1]
-        weight = _address_of_weight(weight_RK)
-        x, out = _address_and_stride(x_KN, k, n), _address_and_stride(out_RN, rows, n)
-        scratch = self._scratch_for(k, n)
-        _raise_for(self._library.lema_linear_forward(*weight, rows, k, *x, n, *out, *scratch))
+        (rows, k), n = weight_RK.shape, out_RN.shape[1]
+        if not isinstance(x, _Packed):
+            right = _address_and_stride(x, k, n)
+        elif x.shape == (k, n) and x.apart == bool(segments):
+            right = x.address, 0
+        else:
+            found, expected = _packing(x.shape, x.apart), _packing((k, n), bool(segments))
+            raise PluginError(f"cpp kernel: inputs are packed as {found}, expected {expected}")
+        factor, scale = _NO_UPDATE, 1.0
+        if update is not None:
+            low_rank, inner, scale = update
+            factor = _address_of_factor(low_rank, rows, len(inner)) + _address_and_stride(inner, len(inner), n)
+            factor += (len(inner),)
+        self._multiply(
+            weight_RK,
+            n,
+            right,
+            _address_and_stride(out_RN, rows, n),
+            factor,
+            scale,
+            (0, 0, bool(segments)),
+        )
 
-    def input_gradient(self, weight_RK: Tensor, dy_RN: Tensor, dx_KN: Tensor, first: bool) -> None:
-        """dx = W^T dy, or dx += W^T dy when not ``first``."""
+    def input_gradient(
+        self,
+        weight_RK: Tensor,
+        dy_RN: Tensor,
+        dx_KN: Tensor,
+        first: bool,
+        update: tuple[Tensor, Tensor] | None = None,
+        segments: Sequence[Columns] = (),
+    ) -> None:
+        """dx = W^T dy, or dx += W^T dy when not ``first``; plus A^T da where ``update`` is (A [r, K] in fp32, da
+        [r, N])."""
         if dx_KN.is_meta:
             return
         (rows, k), n = weight_RK.shape, dy_RN.shape[1]
-        weight = _address_of_weight(weight_RK)
-        dy, dx = _address_and_stride(dy_RN, rows, n), _address_and_stride(dx_KN, k, n)
-        scratch = self._scratch_for(rows, n)
-        _raise_for(self._library.lema_linear_input_gradient(*weight, rows, k, *dy, n, *dx, not first, *scratch))
+        right, dx = (
+            _address_and_stride(dy_RN, rows, n),
+            _address_and_stride(dx_KN, k, n),
+        )
+        factor = _NO_UPDATE
+        if update is not None:
+            low_rank, inner = update
+            factor = _address_of_factor(low_rank, len(inner), k) + _address_and_stride(inner, len(inner), n)
+            factor += (len(inner),)
+        self._multiply(weight_RK, n, right, dx, factor, 1.0, (1, not first, bool(segments)))
 
-    def _scratch_for(self, inner: int, n: int) -> tuple[int, int, int]:
-        """Address, bytes, and the threads that they are enough for."""
+    def _multiply(
+        self,
+        weight_RK: Tensor,
+        n: int,
+        right: tuple[int, int],
+        out: tuple[int, int],
+        factor: tuple[int | None, int, int, int | None, int, int],
+        scale: float,
+        flags: tuple[int, bool, bool],
+    ) -> None:
+        weight, dtype = _address_of_weight(weight_RK)
+        scratch = self._scratch.data_ptr(), self._scratch.numel()
         threads = torch.get_num_threads()
-        needed = self._library.lema_linear_scratch_bytes(inner, n, threads)
-        if self._scratch.numel() < needed:
+        product = _Product(
+            weight,
+            *weight_RK.shape,
+            n,
+            *right,
+            *out,
+            *factor,
+            *scratch,
+            scale,
+            dtype,
+            *flags,
+            threads,
+        )
+        error = self._library.lema_linear(ctypes.byref(product))
+        if error == _SMALL_SCRATCH:
+            needed = self._library.lema_linear_scratch_bytes(ctypes.byref(product))
             self._scratch = torch.empty(needed, dtype=torch.uint8)
-        return self._scratch.data_ptr(), self._scratch.numel(), threads
+            product.scratch, product.scratch_bytes = self._scratch.data_ptr(), needed
+            error = self._library.lema_linear(ctypes.byref(product))
+        _raise_for(error)
 
 
 def _address_of_weight(weight_RK: Tensor) -> tuple[int, int]:
@@ -64,6 +212,15 @@ def _address_of_weight(weight_RK: Tensor) -> tuple[int, int]:
             f"cpp kernel: the weight is {_told(weight_RK)}, expected contiguous fp32, fp16 or bf16 on the CPU"
         )
     return weight_RK.data_ptr(), _DTYPES[weight_RK.dtype]
+
+
+def _address_of_factor(factor: Tensor, rows: int, columns: int) -> tuple[int, int, int]:
+    """Address and strides of a low-rank factor, a view of any kind."""
+    if factor.shape != (rows, columns) or factor.dtype != torch.float32 or factor.device.type != "cpu":
+        raise PluginError(
+            f"cpp kernel: a low-rank factor is {_told(factor)}, expected fp32 {[rows, columns]} on the CPU"
+        )
+    return factor.data_ptr(), *factor.stride()
 
 
 def _address_and_stride(tensor: Tensor, rows: int, n: int) -> tuple[int, int]:
@@ -76,6 +233,10 @@ def _address_and_stride(tensor: Tensor, rows: int, n: int) -> tuple[int, int]:
             f"cpp kernel: an activation is {_told(tensor)}, expected fp32 {[rows, n]} with contiguous rows on the CPU"
         )
     return tensor.data_ptr(), stride
+
+
+def _packing(shape: tuple[int, int], apart: bool) -> str:
+    return f"{list(shape)} {'in' if apart else 'without'} segments"
 
 
 def _told(tensor: Tensor) -> str:
