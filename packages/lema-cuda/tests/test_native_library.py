@@ -36,9 +36,7 @@ def choice(name: str = "auto") -> tuple[str, list[str]]:
     from lema_core import builtin
 
     manager = PluginManager()
-    assert manager.admit("lema-core", "core", lambda: builtin) and manager.admit(
-        "lema-cuda", "cuda", lambda: plugin
-    )
+    assert manager.admit("lema-core", "core", lambda: builtin) and manager.admit("lema-cuda", "cuda", lambda: plugin)
     chosen, reasons = manager.choose_kernel("linear", None, "cpu", name)
     return chosen.name, reasons
 
@@ -58,9 +56,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
         choice("cpp")
 
 
-def test_switched_off_with_zero_is_on(
-    monkeypatch: pytest.MonkeyPatch, native: object
-) -> None:
+def test_switched_off_with_zero_is_on(monkeypatch: pytest.MonkeyPatch, native: object) -> None:
     monkeypatch.setenv("LEMA_DISABLE_NATIVE", "0")
     assert choice()[0] == "cpp"
 
@@ -68,10 +64,7 @@ def test_switched_off_with_zero_is_on(
 def test_a_cpu_that_lacks_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lema_cuda.library, "cpu_missing", lambda: "AVX2, FMA")
     name, reasons = choice()
-    assert (
-        name == "torch"
-        and reasons[0] == "cpp: needs AVX2, FMA and F16C, this CPU has no AVX2, FMA"
-    )
+    assert name == "torch" and reasons[0] == "cpp: needs AVX2, FMA and F16C, this CPU has no AVX2, FMA"
 
 
 def test_what_the_cpu_lacks_is_what_the_system_says(native: object) -> None:
@@ -79,24 +72,14 @@ def test_what_the_cpu_lacks_is_what_the_system_says(native: object) -> None:
     if not flags.exists():
         pytest.skip("needs /proc/cpuinfo")
     words = flags.read_text().split()
-    assert lema_cuda.library.cpu_missing() == ", ".join(
-        w for w in ("AVX2", "FMA", "F16C") if w.lower() not in words
-    )
+    assert lema_cuda.library.cpu_missing() == ", ".join(w for w in ("AVX2", "FMA", "F16C") if w.lower() not in words)
 
 
 def test_no_library(library_elsewhere: Path) -> None:
-    assert (
-        choice()[1][0]
-        == f"cpp: {library_elsewhere}/liblema.so is missing, install lema-cuda again"
-    )
-    (library_elsewhere / "build.json").write_text(
-        json.dumps({"compiler": None, "reason": "no C++ compiler was found"})
-    )
+    assert choice()[1][0] == f"cpp: {library_elsewhere}/liblema.so is missing, install lema-cuda again"
+    (library_elsewhere / "build.json").write_text(json.dumps({"compiler": None, "reason": "no C++ compiler was found"}))
     name, reasons = choice()
-    assert (
-        name == "torch"
-        and "liblema was not built: no C++ compiler was found" in reasons[0]
-    )
+    assert name == "torch" and "liblema was not built: no C++ compiler was found" in reasons[0]
 
 
 def test_a_file_that_is_no_library(library_elsewhere: Path) -> None:
@@ -104,9 +87,7 @@ def test_a_file_that_is_no_library(library_elsewhere: Path) -> None:
     assert "does not load" in choice()[1][0]
 
 
-def test_a_library_with_another_abi(
-    native: object, library_elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_with_another_abi(native: object, library_elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(BUILT, library_elsewhere)
     monkeypatch.setattr(lema_cuda.library, "ABI_VERSION", 999)
     found = ctypes.CDLL(str(BUILT)).lema_abi_version()
@@ -120,9 +101,7 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copytree(
         PACKAGE,
         copy,
-        ignore=shutil.ignore_patterns(
-            "build", "*.so", "build.json", "tests", "*.egg-info"
-        ),
+        ignore=shutil.ignore_patterns("build", "*.so", "build.json", "tests", "*.egg-info"),
     )
     return copy
 
@@ -143,20 +122,12 @@ def test_installing_without_a_compiler_succeeds_and_keeps_the_reason(
     checkout: Path,
 ) -> None:
     (checkout / "src/lema_cuda/liblema.so").write_bytes(b"of an earlier build")
-    assert (
-        build(checkout, "no-such-compiler")["reason"]
-        == "no C++ compiler no-such-compiler was found"
-    )
+    assert build(checkout, "no-such-compiler")["reason"] == "no C++ compiler no-such-compiler was found"
     assert not (checkout / "src/lema_cuda/liblema.so").exists()
 
 
-def test_installing_with_a_compiler_that_fails_keeps_what_it_said(
-    checkout: Path, tmp_path: Path
-) -> None:
+def test_installing_with_a_compiler_that_fails_keeps_what_it_said(checkout: Path, tmp_path: Path) -> None:
     compiler = tmp_path / "cxx"
     compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: too old' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    assert (
-        build(checkout, str(compiler))["reason"]
-        == "cxx failed: x.cpp:1: error: too old"
-    )
+    assert build(checkout, str(compiler))["reason"] == "cxx failed: x.cpp:1: error: too old"

@@ -42,9 +42,7 @@ def open_library() -> ctypes.CDLL:
     library.lema_abi_version.restype = _int32
     found = library.lema_abi_version()
     if found != ABI_VERSION:
-        raise PluginError(
-            f"{LIBRARY} has ABI {found}, expected {ABI_VERSION}; install lema-cuda again"
-        )
+        raise PluginError(f"{LIBRARY} has ABI {found}, expected {ABI_VERSION}; install lema-cuda again")
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
