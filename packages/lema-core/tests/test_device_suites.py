@@ -57,7 +57,7 @@ def train_once(folder: Path, device: Device, slots: int | None) -> list[torch.Te
     runner = open_toy(config, tensors, device, updates, in_ram, on_device, 1500, 2)
     with runner.store:
         for step in range(3):
-            loss = runner.train_step([TokenBatch.of(ids, mask, ids)], TrainPass(0, True, 0), step)
+            loss = runner.train_step([TokenBatch.of(ids, mask, ids)], TrainPass(0, 0), step)
         grads = [t.grad.cpu() for u in updates.values() for t in (u.lora_A, u.lora_B)]
         return [torch.tensor(loss), *grads, runner.logits(TokenBatch.of(ids, mask))]
 

@@ -246,7 +246,7 @@ def test_training_after_an_abandoned_step_computes_what_it_would_have(
     tensors: dict[str, TensorInfo], new_device: Callable[..., Device]
 ) -> None:
     batch = [TokenBatch.of(IDS, labels=IDS)]
-    how = TrainPass(0, True, 0)
+    how = TrainPass(0, 0)
     grads = []
     for interrupted in (False, True):
         updates = toy_updates(CONFIG, linear_names(CONFIG))

@@ -20,6 +20,7 @@ from lema_core.runtime import head_loss
 from lema_core.runtime.batch import TokenBatch
 from lema_core.runtime.generation import generate_greedy
 from lema_core.runtime.runner import ModelRunner, TrainPass
+from lema_core.runtime.schedule import Scheduler
 from lema_core.store.store import TensorStore
 from lema_core.store.trace import Trace
 from lema_core.testing.checking import CheckingStore
@@ -76,7 +77,8 @@ def grads(updates: dict[str, LowRankUpdate]) -> dict[str, Tensor]:
 def train(runner: ModelRunner, updates, batches, first_layer=0, recompute=True, step=0):
     for update in updates.values():
         update.lora_A.grad = update.lora_B.grad = None
-    loss = runner.train_step(batches, TrainPass(first_layer, recompute, 7), step)
+    runner.scheduler = Scheduler(runner.scheduler.costs, recompute=recompute)
+    loss = runner.train_step(batches, TrainPass(first_layer, 7), step)
     return loss, {name: None if g is None else g.clone() for name, g in grads(updates).items()}
 
 
@@ -195,7 +197,7 @@ def test_micro_batches_are_weighed_by_their_tokens_and_empty_ones_are_left_out(t
         assert again == loss and all(torch.equal(with_empty[name], without[name]) for name in without)
         before = {name: grad.clone() for name, grad in grads(updates).items()}
         with pytest.raises(DataError, match="every label of this step is masked"):
-            runner.train_step([empty], TrainPass(0, True, 0), 0)
+            runner.train_step([empty], TrainPass(0, 0), 0)
         assert all(torch.equal(before[name], grad) for name, grad in grads(updates).items())
 
 
@@ -205,7 +207,7 @@ def test_gradients_add_up_over_steps_that_nobody_cleared(toy) -> None:
     runner = opened(toy, updates, budget_slots=4)
     with runner.store:
         _, once = train(runner, updates, [batch()])
-        runner.train_step([batch()], TrainPass(0, True, 7), 0)
+        runner.train_step([batch()], TrainPass(0, 7), 0)
         assert all(torch.equal(once[name] * 2, grad) for name, grad in grads(updates).items())
 
 

@@ -21,6 +21,7 @@ from lema_core.checkpoint import read_manifest, write_safetensors
 from lema_core.device import CpuDevice, Device
 from lema_core.runtime.batch import TokenBatch
 from lema_core.runtime.runner import ModelRunner, TrainPass
+from lema_core.runtime.schedule import Scheduler
 from lema_core.store.engine import StepPlan
 from lema_core.store.granules import StreamedTensor, lay_out
 from lema_core.store.model import StreamedModel, WindowSizes
@@ -146,10 +147,11 @@ def run(runner: ModelRunner, case: Case, steps: int) -> list[str]:
     """Digest of loss and every gradient of each step, then of logits."""
     batches = batches_of(case)
     updates = runner._ops.updates
+    runner.scheduler = Scheduler(runner.scheduler.costs, recompute=case.recompute)
     first = min((int(name.split(".")[2]) if "layers" in name else case.config.n_layers) for name in updates)
     found = []
     for step in range(steps):
-        loss = runner.train_step(batches, TrainPass(first, case.recompute, case.seed), step)
+        loss = runner.train_step(batches, TrainPass(first, case.seed), step)
         grads = [t.grad for update in updates.values() for t in (update.lora_A, update.lora_B)]
         assert all(torch.isfinite(grad).all() for grad in grads)
         found.append(digest(torch.tensor(loss, dtype=torch.float64), *grads))

@@ -19,6 +19,7 @@ from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.records import load_object
 from lema_core.runtime.batch import TokenBatch
 from lema_core.runtime.runner import ModelRunner, TrainPass
+from lema_core.runtime.schedule import Scheduler
 from lema_core.store.model import cut_model
 from lema_core.store.store import TensorStore
 from lema_core.testing.simulated import SimulatedAccelerator
@@ -149,7 +150,8 @@ def test_gradients_of_low_rank_updates(device, recompute, tmp_path, open_runner)
     ids = token_ids()
     simulated = SimulatedAccelerator(latency_s=1e-4, compute_lag_s=1e-4) if device == "accelerator" else None
     _, runner = open_runner(tmp_path, simulated, updates=updates)
-    loss = runner.train_step([TokenBatch.of(ids, None, ids)], TrainPass(0, recompute, seed=0), step=0)
+    runner.scheduler = Scheduler(runner.scheduler.costs, recompute=recompute)
+    loss = runner.train_step([TokenBatch.of(ids, None, ids)], TrainPass(0, seed=0), step=0)
 
     pairs = {n: [t.detach().clone().requires_grad_() for t in (u.lora_A, u.lora_B)] for n, u in updates.items()}
     weights = {f"{n}.weight": model.get_parameter(f"{n}.weight") + scale * b @ a for n, (a, b) in pairs.items()}
@@ -173,7 +175,7 @@ def test_nothing_below_the_lowest_trained_layer_is_computed_backwards(tmp_path, 
     borrow = runner.store.borrow
     runner.store.borrow = lambda part: borrowed.append(part.tensor) or borrow(part)
     ids = token_ids()
-    runner.train_step([TokenBatch.of(ids, None, ids)], TrainPass(1, True, seed=0), step=0)
+    runner.train_step([TokenBatch.of(ids, None, ids)], TrainPass(1, seed=0), step=0)
     uses = {spec.name: borrowed.count(spec.name) / len(runner.store.parts(spec.name)) for spec in adapter.tensors()[1:]}
     assert all(count == 1 for name, count in uses.items() if ".layers.0." in name), uses
     # what stands before the trained matrix in its layer gets no gradient either

@@ -156,18 +156,18 @@ class LlamaAdapter(ModelAdapter):
         h_BTC = ops.rms_norm(x_BTC, f"{prefix}.input_layernorm.weight", eps)
         x_BTC = x_BTC + self._attention(ops, layer, h_BTC, ctx)
         h_BTC = ops.rms_norm(x_BTC, f"{prefix}.post_attention_layernorm.weight", eps)
-        gate_BTF, up_BTF = ops.linears(h_BTC, [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"], ctx.dropout)
-        return ops.block_output(x_BTC, F.silu(gate_BTF) * up_BTF, f"{prefix}.mlp.down_proj", ctx.dropout)
+        gate_BTF, up_BTF = ops.linears(h_BTC, [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"])
+        return ops.block_output(x_BTC, F.silu(gate_BTF) * up_BTF, f"{prefix}.mlp.down_proj")
 
     def _attention(self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
         c, prefix = self.config, f"model.layers.{layer}.self_attn"
         modules = [f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
-        q, k, v = (y.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for y in ops.linears(x_BTC, modules, ctx.dropout))
+        q, k, v = (y.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for y in ops.linears(x_BTC, modules))
         q_BHTD, k_BGTD, v_BGTD = rotate(q, ctx.shared["rope"]), rotate(k, ctx.shared["rope"]), v.contiguous()
         if ctx.cache is not None:
             k_BGTD, v_BGTD = ctx.cache.append(layer, k_BGTD, v_BGTD)
         out_BTC = ops.attention(q_BHTD, k_BGTD, v_BGTD, ctx, c.head_dim**-0.5)
-        return ops.linear(out_BTC, f"{prefix}.o_proj", ctx.dropout)
+        return ops.linear(out_BTC, f"{prefix}.o_proj")
 
     def head(self, ops: StreamedOps, x_NC: Tensor) -> Tensor:
         x_NC = ops.rms_norm(x_NC, "model.norm.weight", self.config.rms_norm_eps)

@@ -110,6 +110,11 @@ class LoraWeights:
             for module, (lora_A, lora_B) in self._pairs.items()
         }
 
+    def first_layer(self, n_layers: int) -> int:
+        """The lowest block that has something to train; ``n_layers`` when only the head has."""
+        layers = (n_layers if spec.layer is None else spec.layer for spec in self.modules)
+        return min(layers, default=n_layers)
+
     def names_by_layer(self) -> dict[int | None, list[str]]:
         """Parameter names per block in forward order; None holds those outside every block."""
         grouped: dict[int | None, list[str]] = {}

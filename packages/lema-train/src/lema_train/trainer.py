@@ -35,7 +35,7 @@ class TrainerOptions:
     """How steps are made. ``lr_schedule`` None leaves a caller's optimizer its own rate; ``total_steps`` is the
     schedule's length.
 
-    ``rows_per_micro_batch``: more rows given to a step become micro-batches. ``recompute``: see TrainPass.
+    ``rows_per_micro_batch``: more rows given to a step become micro-batches.
     ``base_model``: the name written into adapter_config.json; ``config``: the run's options, kept with a checkpoint.
     """
 
@@ -46,7 +46,6 @@ class TrainerOptions:
     max_grad_norm: float | None = 1.0
     max_nonfinite_steps: int = 5
     rows_per_micro_batch: int = 1
-    recompute: bool = True
     seed: int = 0
     base_model: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
@@ -82,10 +81,7 @@ class Trainer:
         self._non_finite_in_a_row = 0
         self._warned_long = False
         self._say = say
-        layers = [spec.layer for spec in lora.modules]
-        n_layers = runner.adapter.n_layers
-        first = min((n_layers if layer is None else layer for layer in layers), default=n_layers)
-        self._how = TrainPass(first_layer=first, recompute=options.recompute, seed=options.seed)
+        self._how = TrainPass(lora.first_layer(runner.adapter.n_layers), options.seed)
 
     # -- steps
 

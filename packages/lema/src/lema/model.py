@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,24 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lema.config import LemaConfig, MemoryStrategy
+from lema.config import LemaConfig
+from lema.planner import Machine, RunPlan, Workload, this_machine
 from lema_core.budgets import parse_amount
 from lema_core.checkpoint import bind_tensors, read_generation_config, read_hf_config, read_manifest
 from lema_core.device import Device, open_device
 from lema_core.errors import CheckpointError, ConfigError, PluginError
-from lema_core.memory import process_memory_limit, rss_bytes
+from lema_core.memory import process_memory_limit
+from lema_core.planning.hardware import Hardware
 from lema_core.plugins import get_plugin_manager
 from lema_core.records import Kernel, load_object
 from lema_core.runtime.batch import TokenBatch
-from lema_core.runtime.footprint import activation_bytes
+from lema_core.runtime.dry_run import DryRun
 from lema_core.runtime.generation import generate_greedy
 from lema_core.runtime.runner import ModelRunner
-from lema_core.store.budget import BudgetPlan, BudgetRequest
+from lema_core.runtime.schedule import MicroBatch, StepCosts, StepShape
+from lema_core.store.budget import BudgetPlan
 from lema_core.store.model import cut_model
-from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE, StoreStats, TensorStore
+from lema_core.store.store import StoreStats, TensorStore
 from lema_train.atomic import atomic_folder
 from lema_train.checkpoint import STATE_FILE
 from lema_train.data import TextStream, Tokenizer
@@ -34,8 +37,6 @@ from lema_train.optimizer import AdamW, Optimizer
 from lema_train.peft_format import peft_bytes, read_peft_config, save_peft
 from lema_train.trainer import Trainer, TrainerOptions
 
-#: bytes a trained number takes beside itself: its gradient and two moments
-_TRAINED_NUMBER_BYTES = 12
 #: values of config.backend and the kernels they stand for
 _KERNEL_NAMES = {"auto": "auto", "cpp": "cpp", "python": "torch"}
 
@@ -66,7 +67,8 @@ class LemaModel:
         self.kernel = _linear_kernel(config.backend, self._device.torch_device.type)
         self._method = load_object(plugins.training_method(config.training_mode).method)
         self.lora: LoraWeights | None = None
-        self.budget: BudgetPlan | None = None
+        #: how memory was shared out; None before the first computation
+        self.run_plan: RunPlan | None = None
         self._runner: ModelRunner | None = None
         self._tokenizer: Tokenizer | None = None
         self._longest = config.max_seq_length
@@ -115,7 +117,6 @@ class LemaModel:
             max_grad_norm=c.max_grad_norm,
             max_nonfinite_steps=c.max_nonfinite_steps,
             rows_per_micro_batch=c.batch_size,
-            recompute=c.gradient_checkpointing is not False,
             seed=c.seed,
             base_model=self._base_name(),
             config=c.to_dict(),
@@ -269,48 +270,45 @@ class LemaModel:
         """Opened at first use: then the windows are sized, and nothing is read yet. Raises BudgetError when a run
         cannot fit."""
         if self._runner is None:
+            plan = self.run_plan = self.plan()
             updates = self.lora.updates() if self.lora is not None else {}
-            self.budget = self._plan_budget(updates)
-            sizes = self._model.sizes(self.budget.ram, self.budget.device, self._device.shares_ram)
-            distance = self.config.prefetch_distance or DEFAULT_PREFETCH_DISTANCE
-            store = TensorStore(self._model, self._device, sizes, distance)
+            store = TensorStore(self._model, self._device, plan.sizes, plan.prefetch_distance)
             kernel = load_object(self.kernel.impl)()
-            self._runner = ModelRunner(self.adapter, self._model, store, updates, kernel)
+            self._runner = ModelRunner(self.adapter, self._model, store, updates, kernel, plan.scheduler)
         return self._runner
+
+    @property
+    def budget(self) -> BudgetPlan | None:
+        """What the windows and activations were given, and why; None before the first computation."""
+        return None if self.run_plan is None else self.run_plan.budget
 
     def expect_tokens(self, longest: int) -> None:
         """Rows will have at most so many tokens: less is set aside for activations than ``max_seq_length`` would
         need."""
         self._longest = min(longest, self.config.max_seq_length)
 
-    def _plan_budget(self, updates: Mapping[str, Any]) -> BudgetPlan:
-        c, shares = self.config, self._device.shares_ram
-        limit = process_memory_limit()
-        ram_limit = parse_amount(c.ram_budget, limit.bytes, "ram_budget")
+    @property
+    def rates(self) -> Hardware:
+        return Hardware("assumed", 0, None, 7e8, None, 8e9, ((1, 4e9), (64, 1e11)), "float32", 2e-5, "assumed")
+
+    def plan(self, machine: Machine | None = None) -> RunPlan:
+        """How a run would use ``machine`` (default: this one), without reading a weight. Raises BudgetError when it
+        cannot fit."""
+        machine = machine or this_machine(self.config, self._device, self.rates)
+        return RunPlan(self.config, machine, self._workload(machine))
+
+    def _workload(self, machine: Machine) -> Workload:
+        c = self.config
+        updates = self.lora.updates() if self.lora is not None else {}
         dtype = self._device.compute_dtype(self._model.matrix_dtype)
-        recompute = c.gradient_checkpointing is not False
-        # On CUDA the fused kernels of grouped-query attention take half precision only.
-        fused = shares or dtype.itemsize == 2
-        step = activation_bytes(
-            self.adapter, self._model, updates, dtype, c.batch_size, self._longest, recompute, fused
-        )
-        step += _TRAINED_NUMBER_BYTES * (self.lora.num_parameters if self.lora is not None else 0)
-        free = None if shares else self._device.free_bytes()
-        device_limit = None if shares else parse_amount(c.device_budget, free, "device_budget")
-        request = BudgetRequest(
-            total=self._model.total_bytes,
-            smallest=self._model.smallest_bytes,
-            ram_limit=limit.bytes if ram_limit is None else min(ram_limit, limit.bytes),
-            ram_source=limit.source if ram_limit is None or ram_limit > limit.bytes else f"ram_budget={c.ram_budget}",
-            ram_held=rss_bytes(),
-            ram_step=step if shares else 0,
-            device_free=free if device_limit is None else min(device_limit, free),
-            device_step=0 if shares else step,
-            weights_ram=parse_amount(c.weights_ram, limit.bytes, "weights_ram"),
-            weights_vram=parse_amount(c.weights_vram, limit.bytes if shares else free, "weights_vram"),
-            resident=c.strategy is MemoryStrategy.RESIDENT,
-        )
-        return get_plugin_manager().hook.lema_plan_budget(request=request)
+        shape = None
+        if self.lora is not None:
+            one = MicroBatch(c.batch_size, self._longest, c.batch_size * (self._longest - 1))
+            first_layer = self.lora.first_layer(self.adapter.n_layers)
+            shape = StepShape((one,) * c.gradient_accumulation_steps, first_layer)
+        costs = StepCosts(DryRun(self.adapter, self._model, updates, dtype))
+        trained = 0 if self.lora is None else self.lora.num_parameters
+        return Workload(self._model, costs, shape, c.batch_size, self._longest, trained)
 
     def stats(self) -> dict[str, StoreStats]:
         """Bytes now, peak, read and written per kind of stream, and the seconds compute waited."""

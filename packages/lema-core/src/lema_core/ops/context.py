@@ -1,8 +1,12 @@
-"""What a forward pass carries besides activations. Shapes: B rows, T query tokens, S key tokens."""
+"""What a forward pass carries besides activations.
+
+Shapes: B rows, T query tokens, S key tokens, N tokens of several micro-batches packed one after another, K features.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,39 +17,57 @@ from lema_core.kv import KVCache
 
 
 @dataclass(frozen=True)
-class DropoutKey:
-    """Names a random mask: equal keys and names give equal masks, so recomputation redraws what the forward pass
-    drew."""
+class Segment:
+    """One micro-batch among packed ones: columns ``start:stop`` are ``rows`` times ``tokens``, row after row.
+
+    ``mask_BTS``: True where a query may see a key of its row; None means plain causal.
+    """
+
+    start: int
+    stop: int
+    rows: int
+    tokens: int
+    micro_batch: int = 0
+    mask_BTS: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Random masks by name: equal seeds, steps, micro-batches and names give equal masks, so recomputation redraws what
+    the forward pass drew, and a micro-batch has the same ones alone and packed."""
 
     seed: int
     step: int
-    micro_batch: int
+    segments: Sequence[Segment]
 
-    def generator(self, name: str, device: torch.device) -> torch.Generator:
-        text = f"{self.seed}/{self.step}/{self.micro_batch}/{name}".encode()
+    def mask(self, name: str, x_KN: Tensor, p: float) -> Tensor:
+        """0 with probability p, else 1 / (1 - p); shape, dtype and device of ``x_KN``."""
+        masks = []
+        for segment in self.segments:
+            mask_Kn = torch.empty(len(x_KN), segment.stop - segment.start, dtype=x_KN.dtype, device=x_KN.device)
+            generator = self._generator(name, segment.micro_batch, x_KN.device)
+            masks.append(mask_Kn.bernoulli_(1 - p, generator=generator).div_(1 - p))
+        return masks[0] if len(masks) == 1 else torch.cat(masks, dim=1)
+
+    def _generator(self, name: str, micro_batch: int, device: torch.device) -> torch.Generator:
+        text = f"{self.seed}/{self.step}/{micro_batch}/{name}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
         return torch.Generator(device).manual_seed(seed)
-
-    def mask(self, name: str, like: Tensor, p: float) -> Tensor:
-        """0 with probability p, else 1 / (1 - p); shape, dtype and device of ``like``."""
-        if like.is_meta:
-            return torch.empty_like(like)
-        keep = torch.empty_like(like).bernoulli_(1 - p, generator=self.generator(name, like.device))
-        return keep.div_(1 - p)
 
 
 @dataclass
 class ForwardContext:
-    """``positions_BT``: each token's position. ``mask_BTS``: True where a query may see a key; None means plain causal.
+    """``positions_BT``: each token's position, [1, N] for packed micro-batches. ``mask_BTS``: True where a query may
+    see a key; None means plain causal; packed micro-batches have theirs in ``segments``.
 
-    ``cache``: keys and values of earlier tokens, None outside generation. ``dropout``: None outside training.
-    ``shared``: what an adapter's ``prepare`` computes once for all blocks.
+    ``segments``: the packed micro-batches, empty outside training. ``cache``: keys and values of earlier tokens, None
+    outside generation. ``shared``: what an adapter's ``prepare`` computes once for all blocks.
     """
 
     positions_BT: Tensor
     mask_BTS: Tensor | None = None
     cache: KVCache | None = None
-    dropout: DropoutKey | None = None
+    segments: tuple[Segment, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -23,7 +22,9 @@ class LowRankUpdate:
     scale: float
     dropout: float
 
-    def on_meta(self) -> LowRankUpdate:
-        """The same shapes without numbers, for a step that is only traced."""
-        a, b = (torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in (self.lora_A, self.lora_B))
-        return replace(self, lora_A=a, lora_B=b)
+    @property
+    def rank(self) -> int:
+        return len(self.lora_A)
+
+    def parameters(self) -> tuple[Tensor, Tensor]:
+        return self.lora_A, self.lora_B

@@ -2,27 +2,53 @@
 returns.
 
 A linear saves where its weight lies, never the weight, and borrows again when the gradient comes. Frozen weights get no
-gradient. Shapes: N tokens, K inputs, O outputs, r rank of a low-rank update.
+gradient. Several micro-batches may be packed into one pass: what mixes tokens, and what might round by their number,
+is then computed for each apart. Shapes: N tokens, K inputs, O outputs, r rank of a low-rank update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lema_core.ops.context import DropoutKey, ForwardContext
+from lema_core.ops.context import Dropout, ForwardContext, Segment
 from lema_core.ops.linear import LinearKernel
 from lema_core.ops.low_rank import LowRankUpdate
+from lema_core.ops.tape import Products, Tape
 from lema_core.store.source import WeightSource
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What holds for all operations of one pass through a block. ``segments``: packed micro-batches, empty where there
+    is but one batch. ``dropout``: None outside training.
+
+    ``tape``: records the block's products, or, when ``again``, has them. ``again``: the block runs a second time for
+    its gradient; see StreamedOps.block_output.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    dropout: Dropout | None = None
+    tape: Tape | None = None
+    again: bool = False
+
+    @property
+    def columns(self) -> tuple[tuple[int, int], ...]:
+        return tuple((segment.start, segment.stop) for segment in self.segments)
+
+
+_ALONE = Pass()
+
+
 class StreamedOps:
-    """Operations over one weight source. ``updates``: low-rank updates by module name; ``dropout``: the key of this
-    pass."""
+    """Operations over one weight source. ``updates``: low-rank updates by module name; ``biased``: modules that have a
+    bias."""
 
     def __init__(
         self,
@@ -39,33 +65,36 @@ class StreamedOps:
         self.dtype = dtype
         self.updates = updates
         self.biased = biased
-        #: a block runs again for its gradient; see block_output
-        self.recomputing = False
+        self.now = _ALONE
 
-    def linears(
-        self, x_BTK: Tensor, modules: Sequence[str], dropout: DropoutKey | None = None, values: bool = True
-    ) -> list[Tensor]:
+    @contextmanager
+    def during(self, one_pass: Pass) -> Iterator[None]:
+        """Operations inside belong to ``one_pass``."""
+        self.now, before = one_pass, self.now
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def linears(self, x_BTK: Tensor, modules: Sequence[str], values: bool = True) -> list[Tensor]:
         """``[W x + b + low-rank update for each module]`` of one input, given together so that they can be computed
         together. Without ``values`` only their graph is made."""
-        updates = [self.updates[name] for name in modules if name in self.updates]
-        low_rank = [tensor for update in updates for tensor in (update.lora_A, update.lora_B)]
+        trained = [tensor for name in modules if name in self.updates for tensor in self.updates[name].parameters()]
         leading = x_BTK.shape[:-1]
         x_NK = x_BTK.reshape(-1, x_BTK.shape[-1])
-        outputs = _Linears.apply(self, tuple(modules), dropout, values, x_NK, *low_rank)
+        outputs = _Linears.apply(self, self.now, tuple(modules), values, x_NK, *trained)
         return [y.view(*leading, y.shape[-1]) for y in outputs]
 
-    def block_output(
-        self, residual_BTC: Tensor, x_BTK: Tensor, module: str, dropout: DropoutKey | None = None
-    ) -> Tensor:
+    def block_output(self, residual_BTC: Tensor, x_BTK: Tensor, module: str) -> Tensor:
         """``residual + linear(x)``: what a block returns, and nothing else reads.
 
-        While a block is recomputed for its gradient, only the graph of this sum is needed: the product is left out and
-        the values are undefined.
+        When a block runs again for its gradient, only the graph of this sum is needed: the product is left out and the
+        values are undefined.
         """
-        return residual_BTC + self.linears(x_BTK, [module], dropout, values=not self.recomputing)[0]
+        return residual_BTC + self.linears(x_BTK, [module], values=not self.now.again)[0]
 
-    def linear(self, x_BTK: Tensor, module: str, dropout: DropoutKey | None = None) -> Tensor:
-        return self.linears(x_BTK, [module], dropout)[0]
+    def linear(self, x_BTK: Tensor, module: str) -> Tensor:
+        return self.linears(x_BTK, [module])[0]
 
     def embedding(self, ids_BT: Tensor, name: str) -> Tensor:
         """Rows of the table ``name`` -> [B, T, C], feature-major."""
@@ -82,25 +111,51 @@ class StreamedOps:
         """x / rms(x) * weight, statistics in fp32 (Zhang and Sennrich, 2019)."""
         weight_C = self.vector(name)
         x = x_BTC.float()
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        x = x * torch.rsqrt(self._mean_square(x) + eps)
         return (x * weight_C).to(x_BTC.dtype)
 
-    def attention(self, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, ctx: ForwardContext, scale: float) -> Tensor:
-        """Causal softmax attention; query heads are a multiple of key heads. -> [B, T, H * D]."""
-        mask = None if ctx.mask_BTS is None else ctx.mask_BTS[:, None]
-        causal = mask is None and q_BHTD.shape[2] > 1
-        grouped = q_BHTD.shape[1] != k_BHSD.shape[1]
-        out = F.scaled_dot_product_attention(
-            q_BHTD, k_BHSD, v_BHSD, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
-        return out.transpose(1, 2).flatten(2)
+    def _mean_square(self, x_BTC: Tensor) -> Tensor:
+        pieces = [x_BTC[..., start:stop, :] for start, stop in self.now.columns] or [x_BTC]
+        means = [piece.square().mean(-1, keepdim=True) for piece in pieces]
+        return means[0] if len(means) == 1 else torch.cat(means, dim=-2)
 
-    def dropout(self, x: Tensor, p: float, name: str, key: DropoutKey | None) -> Tensor:
-        """Dropout in training (``key`` given), identity otherwise."""
-        return x if key is None or p == 0 else x * key.mask(name, x, p)
+    def attention(self, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, ctx: ForwardContext, scale: float) -> Tensor:
+        """Causal softmax attention inside each row; query heads are a multiple of key heads. -> [B, T, H * D]."""
+        if not ctx.segments:
+            out = _attention(q_BHTD, k_BHSD, v_BHSD, ctx.mask_BTS, scale)
+            return out.transpose(1, 2).flatten(2)
+        rows = []
+        for segment in ctx.segments:
+            q, k, v = (_rows_of(x, segment) for x in (q_BHTD, k_BHSD, v_BHSD))
+            out = _attention(q, k, v, segment.mask_BTS, scale)
+            rows.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        return (rows[0] if len(rows) == 1 else torch.cat(rows))[None]
+
+    def dropout(self, x_BTC: Tensor, p: float, name: str) -> Tensor:
+        """Dropout in training, identity otherwise."""
+        dropout = self.now.dropout
+        if dropout is None or p == 0:
+            return x_BTC
+        x_CN = x_BTC.reshape(-1, x_BTC.shape[-1]).t()
+        return (x_CN * dropout.mask(name, x_CN, p)).t().view_as(x_BTC)
 
     def has_bias(self, module: str) -> bool:
         return module in self.biased
+
+
+def _rows_of(x_1HND: Tensor, segment: Segment) -> Tensor:
+    """[1, H, N, D] -> [B, H, T, D] of one micro-batch."""
+    x_HnD = x_1HND[0, :, segment.start : segment.stop]
+    return x_HnD.unflatten(1, (segment.rows, segment.tokens)).transpose(0, 1)
+
+
+def _attention(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask_BTS: Tensor | None, scale: float) -> Tensor:
+    mask = None if mask_BTS is None else mask_BTS[:, None]
+    causal = mask is None and q_BHTD.shape[2] > 1
+    grouped = q_BHTD.shape[1] != k_BHSD.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BHTD, k_BHSD, v_BHSD, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
 
 
 def _feature_major(x_NK: Tensor) -> Tensor:
@@ -109,81 +164,68 @@ def _feature_major(x_NK: Tensor) -> Tensor:
 
 
 class _Linears(torch.autograd.Function):
-    """Several linears of one input. Inputs after x are lora_A, lora_B of the modules that have an update, in order."""
+    """Several linears of one input. Inputs after x are lora_A, lora_B of the modules that have an update, in order.
+
+    Their gradients are added to ``.grad`` here, micro-batch by micro-batch, so that the order of the sums does not
+    depend on what is packed together.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        ops: StreamedOps,
-        modules: tuple[str, ...],
-        dropout: DropoutKey | None,
-        values: bool,
-        x_NK: Tensor,
-        *low_rank: Tensor,
+        ctx: Any, ops: StreamedOps, now: Pass, modules: tuple[str, ...], values: bool, x_NK: Tensor, *trained: Tensor
     ) -> tuple[Tensor, ...]:
         x_KN = _feature_major(x_NK)
-        ctx.ops, ctx.modules, ctx.dropout = ops, modules, dropout
-        projected: list[Tensor] = []
-        outputs = []
-        for module in modules:
-            update = ops.updates.get(module)
-            if update is not None:
-                projected.append(update.lora_A.detach().to(x_KN.dtype) @ _dropped(x_KN, update, dropout, module))
-            y_ON = _product(ops, module, x_KN) if values else _no_values(ops, module, x_KN)
-            if values and update is not None:
-                y_ON.addmm_(update.lora_B.detach().to(x_KN.dtype), projected[-1], alpha=update.scale)
-            outputs.append(y_ON.t())
-        ctx.save_for_backward(x_KN if low_rank else None, *projected)
-        return tuple(outputs)
+        if values and now.again and now.tape is not None:
+            products = now.tape.replay()
+        else:
+            products = _products(ops, now, modules, x_KN, values)
+            if values and now.tape is not None:
+                now.tape.record(products)
+        ctx.ops, ctx.now, ctx.modules = ops, now, modules
+        ctx.save_for_backward(x_KN if trained else None, products.projected)
+        return tuple(y_ON.t() for y_ON in products.outputs)
 
     @staticmethod
     def backward(ctx: Any, *dy_NO: Tensor) -> tuple[Tensor | None, ...]:
-        ops, modules, dropout = ctx.ops, ctx.modules, ctx.dropout
-        x_KN, *projected = ctx.saved_tensors
-        needs_dx = ctx.needs_input_grad[4]
-        dx_KN: Tensor | None = None
-        low_rank_grads: list[Tensor | None] = []
-        for module, dy in zip(reversed(modules), reversed(dy_NO), strict=True):
-            dy_ON = _feature_major(dy)
-            if needs_dx:
-                parts = ops.weights.parts(f"{module}.weight")
-                first = dx_KN is None
-                for part in reversed(parts):
-                    with ops.weights.borrow(part) as weight:
-                        if dx_KN is None:
-                            dx_KN = torch.empty(weight.shape[1], dy_ON.shape[1], dtype=dy_ON.dtype, device=dy_ON.device)
-                        ops.kernel.input_gradient(weight, dy_ON[part.start : part.stop], dx_KN, first)
-                    first = False
-            update = ops.updates.get(module)
-            if update is None:
-                continue
-            a_rN = projected.pop()
-            da_rN = (update.lora_B.detach().to(dy_ON.dtype).t() @ dy_ON).mul_(update.scale)
-            low_rank_grads.append((dy_ON @ a_rN.t()).mul_(update.scale).to(update.lora_B.dtype))
-            low_rank_grads.append((da_rN @ _dropped(x_KN, update, dropout, module).t()).to(update.lora_A.dtype))
-            if needs_dx:
-                a_Kr = update.lora_A.detach().to(dy_ON.dtype).t()
-                if update.dropout and dropout is not None:
-                    dx_KN += (a_Kr @ da_rN).mul_(dropout.mask(f"{module}.lora", x_KN, update.dropout))
-                else:
-                    dx_KN.addmm_(a_Kr, da_rN)
-        dx_NK = dx_KN.t() if dx_KN is not None else None
-        return None, None, None, None, dx_NK, *reversed(low_rank_grads)
+        ops, now, modules = ctx.ops, ctx.now, ctx.modules
+        x_KN, projected_rN = ctx.saved_tensors
+        dy = {module: _feature_major(d) for module, d in zip(modules, dy_NO, strict=True)}
+        da = {
+            module: _through_B(ops, now, ops.updates[module], dy[module]) for module in modules if module in ops.updates
+        }
+        dx_KN = _input_gradient(ops, now, modules, dy, da, x_KN) if ctx.needs_input_grad[4] else None
+        if da:
+            _add_low_rank_gradients(ops, now, dy, da, x_KN, projected_rN)
+        return None, None, None, None, None if dx_KN is None else dx_KN.t(), *(None for _ in range(2 * len(da)))
 
 
-def _dropped(x_KN: Tensor, update: LowRankUpdate, dropout: DropoutKey | None, module: str) -> Tensor:
-    if dropout is None or update.dropout == 0:
-        return x_KN
-    return x_KN * dropout.mask(f"{module}.lora", x_KN, update.dropout)
+def _products(ops: StreamedOps, now: Pass, modules: Sequence[str], x_KN: Tensor, values: bool) -> Products:
+    updates = {module: ops.updates[module] for module in modules if module in ops.updates}
+    x = ops.kernel.packed(x_KN, now.columns) if values or updates else x_KN
+    projected_rN = _through_A(ops, now, updates, x_KN, x) if updates else None
+    outputs, first_row = [], 0
+    for module in modules:
+        update = updates.get(module)
+        term = None
+        if update is not None:
+            a_rN = projected_rN[first_row : first_row + update.rank]
+            term = update.lora_B.detach().to(x_KN.dtype), a_rN, update.scale
+            first_row += update.rank
+        outputs.append(_product(ops, now, module, x, x_KN, term) if values else _no_values(ops, module, x_KN))
+    return Products(outputs, projected_rN)
 
 
-def _product(ops: StreamedOps, module: str, x_KN: Tensor) -> Tensor:
-    """W x + b, [O, N]."""
+def _product(
+    ops: StreamedOps, now: Pass, module: str, x: Any, x_KN: Tensor, term: tuple[Tensor, Tensor, float] | None
+) -> Tensor:
+    """W x + b + scale * B a, [O, N]. ``x``: what the kernel packed ``x_KN`` into."""
     parts = ops.weights.parts(f"{module}.weight")
     y_ON = torch.empty(parts[-1].stop, x_KN.shape[1], dtype=x_KN.dtype, device=x_KN.device)
     for part in parts:
+        rows = slice(part.start, part.stop)
+        update = None if term is None else (term[0][rows], *term[1:])
         with ops.weights.borrow(part) as weight:
-            ops.kernel.forward(weight, x_KN, y_ON[part.start : part.stop])
+            ops.kernel.forward(weight, x, y_ON[rows], update, now.columns)
     if ops.has_bias(module):
         y_ON += ops.vector(f"{module}.bias").to(y_ON.dtype).unsqueeze(1)
     return y_ON
@@ -192,3 +234,100 @@ def _product(ops: StreamedOps, module: str, x_KN: Tensor) -> Tensor:
 def _no_values(ops: StreamedOps, module: str, x_KN: Tensor) -> Tensor:
     """The shape of a product, [O, N], without memory behind it."""
     return x_KN.new_zeros(()).expand(ops.weights.parts(f"{module}.weight")[-1].stop, x_KN.shape[1])
+
+
+def _through_A(ops: StreamedOps, now: Pass, updates: Mapping[str, LowRankUpdate], x_KN: Tensor, x: Any) -> Tensor:
+    """``A x`` of all modules, one below the other: one product where all see the same input."""
+    if any(_drops(now, update) for update in updates.values()):
+        rows = []
+        for module, update in updates.items():
+            dropped = ops.kernel.packed(_dropped(now, module, update, x_KN), now.columns)
+            rows.append(_small_product(ops, now, update.lora_A.detach().to(x_KN.dtype), dropped, x_KN))
+        return torch.cat(rows)
+    a_rK = [update.lora_A.detach().to(x_KN.dtype) for update in updates.values()]
+    return _small_product(ops, now, a_rK[0] if len(a_rK) == 1 else torch.cat(a_rK), x, x_KN)
+
+
+def _small_product(ops: StreamedOps, now: Pass, a_rK: Tensor, x: Any, like_KN: Tensor) -> Tensor:
+    out_rN = torch.empty(len(a_rK), like_KN.shape[1], dtype=like_KN.dtype, device=like_KN.device)
+    ops.kernel.forward(a_rK, x, out_rN, None, now.columns)
+    return out_rN
+
+
+def _through_B(ops: StreamedOps, now: Pass, update: LowRankUpdate, dy_ON: Tensor) -> Tensor:
+    """The gradient of ``A x``: scale * B^T dy, [r, N]."""
+    da_rN = torch.empty(update.rank, dy_ON.shape[1], dtype=dy_ON.dtype, device=dy_ON.device)
+    ops.kernel.input_gradient(update.lora_B.detach().to(dy_ON.dtype), dy_ON, da_rN, True, None, now.columns)
+    return da_rN.mul_(update.scale)
+
+
+def _input_gradient(
+    ops: StreamedOps,
+    now: Pass,
+    modules: Sequence[str],
+    dy: Mapping[str, Tensor],
+    da: Mapping[str, Tensor],
+    x_KN: Tensor | None,
+) -> Tensor:
+    """The sum over modules of W^T dy + A^T da, [K, N]; borrows in the reverse order of the forward pass."""
+    dx_KN: Tensor | None = None
+    masked: list[str] = []
+    for module in reversed(modules):
+        dy_ON, update = dy[module], ops.updates.get(module)
+        term = None
+        if update is not None and _drops(now, update):
+            masked.append(module)
+        elif update is not None:
+            term = update.lora_A.detach().to(dy_ON.dtype), da[module]
+        for part in reversed(ops.weights.parts(f"{module}.weight")):
+            with ops.weights.borrow(part) as weight:
+                first = dx_KN is None
+                if dx_KN is None:
+                    dx_KN = torch.empty(weight.shape[1], dy_ON.shape[1], dtype=dy_ON.dtype, device=dy_ON.device)
+                ops.kernel.input_gradient(weight, dy_ON[part.start : part.stop], dx_KN, first, term, now.columns)
+            term = None
+    for module in masked:
+        update = ops.updates[module]
+        branch_KN = torch.empty_like(dx_KN)
+        a_rK = update.lora_A.detach().to(dx_KN.dtype)
+        ops.kernel.input_gradient(a_rK, da[module], branch_KN, True, None, now.columns)
+        dx_KN += branch_KN.mul_(now.dropout.mask(f"{module}.lora", branch_KN, update.dropout))
+    return dx_KN
+
+
+def _add_low_rank_gradients(
+    ops: StreamedOps,
+    now: Pass,
+    dy: Mapping[str, Tensor],
+    da: Mapping[str, Tensor],
+    x_KN: Tensor,
+    projected_rN: Tensor,
+) -> None:
+    """Add dB = scale * dy a^T and dA = da x^T to the ``.grad`` of each module's lora_B and lora_A."""
+    columns = now.columns or ((0, x_KN.shape[1]),)
+    first_row = 0
+    for module, da_rN in da.items():
+        update = ops.updates[module]
+        a_rN = projected_rN[first_row : first_row + update.rank]
+        first_row += update.rank
+        seen_KN = _dropped(now, module, update, x_KN)
+        for start, stop in columns:
+            _add_product(update.lora_B, dy[module][:, start:stop], a_rN[:, start:stop], update.scale)
+            _add_product(update.lora_A, da_rN[:, start:stop], seen_KN[:, start:stop], 1.0)
+
+
+def _add_product(parameter: Tensor, left_Mn: Tensor, right_Kn: Tensor, scale: float) -> None:
+    """``parameter.grad += scale * left right^T``. The copies make a micro-batch look as it does alone."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    product_MK = left_Mn.contiguous() @ right_Kn.contiguous().t()
+    parameter.grad.add_(product_MK.to(parameter.dtype), alpha=scale)
+
+
+def _drops(now: Pass, update: LowRankUpdate) -> bool:
+    return now.dropout is not None and update.dropout > 0
+
+
+def _dropped(now: Pass, module: str, update: LowRankUpdate, x_KN: Tensor) -> Tensor:
+    """What goes into a module's A."""
+    return x_KN * now.dropout.mask(f"{module}.lora", x_KN, update.dropout) if _drops(now, update) else x_KN

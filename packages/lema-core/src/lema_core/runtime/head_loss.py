@@ -1,17 +1,35 @@
 """Output projection and cross-entropy over a few tokens at a time, so that no [N, V] matrix of logits ever exists.
 
-Only tokens that have a target are projected. Shapes: N tokens, n tokens of one chunk, C hidden size, V vocabulary.
+Only tokens that have a target are projected; those of several micro-batches together where they are few. Shapes: N
+tokens of a micro-batch, n tokens of one chunk, C hidden size, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lema_core.adapter import ModelAdapter
-from lema_core.ops.streamed import StreamedOps
+from lema_core.ops.context import Segment
+from lema_core.ops.streamed import Pass, StreamedOps
 
 _CHUNK_BYTES = 64_000_000
+
+
+@dataclass(frozen=True)
+class HeadPiece:
+    """Targets ``start:stop`` of one micro-batch."""
+
+    micro_batch: int
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -19,57 +37,102 @@ def chunk_tokens(vocab_size: int) -> int:
     return max(16, _CHUNK_BYTES // (4 * vocab_size))
 
 
-def n_chunks(n_targets: int, vocab_size: int) -> int:
-    return -(-n_targets // chunk_tokens(vocab_size))
+def cut_tokens(tokens: int, vocab_size: int) -> list[int]:
+    """The chunks of so many tokens."""
+    most = chunk_tokens(vocab_size)
+    return [min(most, tokens - start) for start in range(0, tokens, most)]
+
+
+def cut_head(n_targets: Sequence[int], vocab_size: int) -> list[list[HeadPiece]]:
+    """The chunks of a step, each a list of pieces. A micro-batch is cut as it would be alone, so that its numbers do
+    not depend on its neighbours."""
+    most = chunk_tokens(vocab_size)
+    chunks: list[list[HeadPiece]] = []
+    room = 0
+    for micro_batch, count in enumerate(n_targets):
+        for start in range(0, count, most):
+            piece = HeadPiece(micro_batch, start, min(count, start + most))
+            if piece.tokens > room:
+                chunks.append([])
+                room = most
+            chunks[-1].append(piece)
+            room -= piece.tokens
+    return chunks
 
 
 def head_loss(
     adapter: ModelAdapter,
     ops: StreamedOps,
-    x_NC: Tensor,
-    positions: Tensor,
+    hidden_CN: Sequence[Tensor],
+    supervised: Sequence[tuple[Tensor, Tensor]],
+    gradient_scale: float | None,
+    dx_CN: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Sum of the targets' negative log-likelihoods, an fp64 scalar on the CPU.
+
+    ``hidden_CN`` and ``supervised`` (positions into N, and targets) by micro-batch. d(sum)/dx * ``gradient_scale`` is
+    written to ``dx_CN`` at these positions; gradients of parameters inside the head go to their ``.grad``, with
+    ``dx_CN`` None nothing else does. ``gradient_scale`` None computes no gradient.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=hidden_CN[0].device)
+    for pieces in cut_head([len(positions) for positions, _ in supervised], adapter.vocab_size):
+        where = [supervised[p.micro_batch][0][p.start : p.stop] for p in pieces]
+        wanted = [supervised[p.micro_batch][1][p.start : p.stop] for p in pieces]
+        picked = [hidden_CN[p.micro_batch].index_select(1, index) for p, index in zip(pieces, where, strict=True)]
+        h_nC = (picked[0] if len(picked) == 1 else torch.cat(picked, dim=1)).t()
+        del picked
+        segments = _side_by_side(pieces)
+        with ops.during(Pass(segments)):
+            losses, dh_Cn = chunk_loss(adapter, ops, h_nC, torch.cat(wanted), gradient_scale, dx_CN is not None)
+        for piece, segment, index in zip(pieces, segments, where, strict=True):
+            total += losses[segment.start : segment.stop].sum()
+            if dh_Cn is not None:
+                dx_CN[piece.micro_batch].index_copy_(1, index, dh_Cn[:, segment.start : segment.stop])
+    return total.cpu()
+
+
+def _side_by_side(pieces: Sequence[HeadPiece]) -> tuple[Segment, ...]:
+    segments, start = [], 0
+    for piece in pieces:
+        segments.append(Segment(start, start + piece.tokens, 1, piece.tokens, piece.micro_batch))
+        start += piece.tokens
+    return tuple(segments)
+
+
+def chunk_loss(
+    adapter: ModelAdapter,
+    ops: StreamedOps,
+    h_nC: Tensor,
     targets: Tensor,
     gradient_scale: float | None,
-    wants_dx: bool = True,
+    wants_dh: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of the targets' negative log-likelihoods (fp64 scalar on the CPU; 0-d meta tensor on meta), and d(sum)/dx *
-    scale.
-
-    ``gradient_scale`` None computes no gradient. Gradients of parameters inside the head accumulate into their
-    ``.grad``; without ``wants_dx`` they are all that is computed.
-    """
-    x_CN = x_NC.t()
+    """Losses fp64 [n] of one chunk, and the gradient of its input [C, n] where asked for."""
     trained = gradient_scale is not None
-    dx_CN = torch.zeros_like(x_CN) if trained and wants_dx else None
-    chunk = chunk_tokens(adapter.vocab_size)
-    total = torch.zeros((), dtype=torch.float64, device=x_NC.device)
-    for where, wanted in zip(positions.split(chunk), targets.split(chunk), strict=True):
-        h_nC = x_CN.index_select(1, where).t().requires_grad_(dx_CN is not None)
-        with torch.set_grad_enabled(trained):
-            logits_nV = adapter.head(ops, h_nC)
-        # .data: the gradient overwrites the logits, whose values no backward reads; detach() would have autograd
-        # object.
-        loss, gradient_nV = _cross_entropy(logits_nV.data, wanted, gradient_scale)
-        total += loss
-        if logits_nV.requires_grad:
-            torch.autograd.backward(logits_nV, gradient_nV)
-        if dx_CN is not None:
-            dx_CN.index_copy_(1, where, h_nC.grad.t())
-    return total, None if dx_CN is None else dx_CN.t()
+    h_nC.requires_grad_(trained and wants_dh)
+    with torch.set_grad_enabled(trained):
+        logits_nV = adapter.head(ops, h_nC)
+    # .data: the gradient overwrites the logits, whose values no backward reads; detach() would have autograd object.
+    work_nV = logits_nV.data if logits_nV.dtype == torch.float32 else logits_nV.data.float()
+    losses = [
+        _cross_entropy(work_nV[start:stop], targets[start:stop], gradient_scale)
+        for start, stop in ops.now.columns or ((0, len(targets)),)
+    ]
+    if logits_nV.requires_grad:
+        torch.autograd.backward(logits_nV, work_nV.to(logits_nV.dtype))
+    return torch.cat(losses), None if h_nC.grad is None else h_nC.grad.t()
 
 
-def _cross_entropy(logits_nV: Tensor, targets: Tensor, gradient_scale: float | None) -> tuple[Tensor, Tensor | None]:
-    """Summed loss in fp32 statistics; overwrites fp32 logits with their gradient to hold one copy."""
-    work = logits_nV if logits_nV.dtype == torch.float32 else logits_nV.float()
-    picked = work.gather(1, targets[:, None]).squeeze(1)
-    highest = work.amax(dim=1, keepdim=True)
-    work -= highest
-    work.exp_()
-    sums = work.sum(dim=1, keepdim=True)
+def _cross_entropy(work_nV: Tensor, targets: Tensor, gradient_scale: float | None) -> Tensor:
+    """Losses of fp32 logits, fp64 [n]; the logits become their gradient, so that one copy is held."""
+    picked = work_nV.gather(1, targets[:, None]).squeeze(1)
+    highest = work_nV.amax(dim=1, keepdim=True)
+    work_nV -= highest
+    work_nV.exp_()
+    sums = work_nV.sum(dim=1, keepdim=True)
     losses = sums.squeeze(1).log() + highest.squeeze(1) - picked
-    if gradient_scale is None:
-        return losses.double().sum(), None
-    work /= sums
-    work.scatter_add_(1, targets[:, None], work.new_full((len(targets), 1), -1.0))
-    work *= gradient_scale
-    return losses.double().sum(), work.to(logits_nV.dtype)
+    if gradient_scale is not None:
+        work_nV /= sums
+        work_nV.scatter_add_(1, targets[:, None], work_nV.new_full((len(targets), 1), -1.0))
+        work_nV *= gradient_scale
+    return losses.double()

@@ -1,16 +1,14 @@
 """Run an adapter's math layer by layer over streamed weights: train, evaluate, and compute logits.
 
-Every kind of step is traced once on the meta device, with the same code that then computes. Shapes: B rows, T tokens, C
-hidden size, N = B * T tokens, V vocabulary.
+What a step will borrow is known from a dry run of its pieces, by the code that then computes. Shapes: B rows,
+T tokens, C hidden size, N tokens of a group of micro-batches, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,36 +17,56 @@ from lema_core.adapter import ModelAdapter
 from lema_core.device import Device
 from lema_core.errors import DataError
 from lema_core.kv import KVCache
-from lema_core.ops.context import DropoutKey, ForwardContext, attention_mask_BTS, token_positions
+from lema_core.ops.context import Dropout, ForwardContext, Segment, attention_mask_BTS, token_positions
 from lema_core.ops.linear import LinearKernel
 from lema_core.ops.low_rank import LowRankUpdate
-from lema_core.ops.streamed import StreamedOps
+from lema_core.ops.streamed import Pass, StreamedOps
+from lema_core.ops.tape import Tape
 from lema_core.runtime.batch import TokenBatch, total_targets
-from lema_core.runtime.head_loss import chunk_tokens, head_loss, n_chunks
+from lema_core.runtime.dry_run import DryRun, Level
+from lema_core.runtime.head_loss import chunk_tokens, cut_tokens, head_loss
+from lema_core.runtime.schedule import MicroBatch, Scheduler, StepCosts, StepSchedule, StepShape
 from lema_core.store.model import StreamedModel
 from lema_core.store.store import TensorStore
-from lema_core.store.trace import Trace, TraceRecorder
-
-T = TypeVar("T")
+from lema_core.store.trace import Trace
 
 
 @dataclass(frozen=True)
 class TrainPass:
     """How a training step is computed. ``first_layer``: the lowest one with something trainable (n_layers: only the
-    head has).
-
-    ``recompute``: keep each block's input only and compute the block again when its gradient comes. ``seed``: of
-    dropout.
-    """
+    head has). ``seed``: of dropout."""
 
     first_layer: int
-    recompute: bool
     seed: int
+
+
+@dataclass
+class _Group:
+    """Micro-batches that pass a layer together: ids [1, N], what their blocks share, and the state between blocks:
+    ``x_1NC``, then the gradient ``dx_1NC``."""
+
+    ids_1N: Tensor
+    ctx: ForwardContext
+    first_pass: Pass
+    x_1NC: Tensor | None = None
+    dx_1NC: Tensor | None = None
+
+
+@dataclass
+class _Left:
+    """What a block left for its gradient; see Level."""
+
+    x_in: Tensor
+    x_out: Tensor | None = None
+    tape: Tape | None = None
 
 
 class ModelRunner:
     """Computes with ``adapter`` on ``store``. ``updates``: low-rank updates by module name, trained through their
-    ``.grad``."""
+    ``.grad``.
+
+    ``scheduler`` decides what a training step keeps and what passes a layer together; by default a step keeps all.
+    """
 
     def __init__(
         self,
@@ -57,14 +75,14 @@ class ModelRunner:
         store: TensorStore,
         updates: Mapping[str, LowRankUpdate],
         kernel: LinearKernel,
+        scheduler: Scheduler | None = None,
     ) -> None:
         self.adapter = adapter
         self.store = store
-        self._model = model
         self._device: Device = store.device
         self.dtype = self._device.compute_dtype(model.matrix_dtype)
+        self.scheduler = scheduler or Scheduler(StepCosts(DryRun(adapter, model, updates, self.dtype)))
         self._ops = StreamedOps(store, kernel, self._device.torch_device, self.dtype, updates, model.biased_modules)
-        self._traces: dict[Hashable, Trace] = {}
 
     # -- training
 
@@ -79,77 +97,112 @@ class ModelRunner:
         n_targets = total_targets(batches)
         if n_targets == 0:
             raise DataError("every label of this step is masked: there is nothing to learn from")
-
-        def compute(ops: StreamedOps, batch: TokenBatch, index: int = 0) -> Tensor:
-            dropout = DropoutKey(how.seed, step, index)
-            return self._train_micro_batch(ops, batch, how, dropout, 1.0 / n_targets, logits)
-
-        def key(batch: TokenBatch) -> Hashable:
-            projected = 0 if logits is None else n_chunks(batch.input_ids.numel(), self.adapter.vocab_size)
-            targets = n_chunks(batch.n_targets, self.adapter.vocab_size)
-            return "train", how.first_layer, how.recompute, targets, projected
-
-        learning = [(index, batch) for index, batch in enumerate(batches) if batch.n_targets]
-        traces = [self.trace(key(batch), compute, batch) for _, batch in learning]
+        learning = {index: batch for index, batch in enumerate(batches) if batch.n_targets}
+        shape = StepShape(
+            tuple(MicroBatch(*batch.input_ids.shape, batch.n_targets) for batch in learning.values()),
+            how.first_layer,
+            logits is not None,
+        )
+        schedule = self.scheduler.choose(shape)
         if logits is not None:
             logits.clear()
-        with self._step(_one_after_another(traces)):
-            losses = [compute(self._ops, batch, index) for index, batch in learning]
-        return sum(loss.item() for loss in losses) / n_targets
+        with self._step(self.scheduler.trace(shape, schedule)):
+            loss = self._train(learning, schedule, how, step, 1.0 / n_targets, logits)
+        return loss.item() / n_targets
 
-    def _train_micro_batch(
+    def _train(
         self,
-        ops: StreamedOps,
-        batch: TokenBatch,
+        batches: Mapping[int, TokenBatch],
+        schedule: StepSchedule,
         how: TrainPass,
-        dropout: DropoutKey,
+        step: int,
         scale: float,
         logits: dict[int, Tensor] | None,
     ) -> Tensor:
-        adapter, last = self.adapter, self.adapter.n_layers - 1
-        ctx = self._context(ops, batch, dropout=dropout)
-        inputs: dict[int, Tensor] = {}
-        kept: dict[int, tuple[Tensor, Tensor]] = {}
+        numbers = list(batches)
+        groups = [
+            self._group({numbers[i]: batches[numbers[i]] for i in members}, how.seed, step)
+            for members in schedule.groups
+        ]
+        left: dict[tuple[int, int], _Left] = {}
         with torch.no_grad():
-            x_BTC = adapter.embed(ops, batch.input_ids, ctx)
-            for layer in range(adapter.n_layers):
-                if layer < how.first_layer or (how.recompute and layer < last):
-                    if layer >= how.first_layer:
-                        inputs[layer] = x_BTC
-                    x_BTC = adapter.block(ops, layer, x_BTC, ctx)
-                else:
-                    kept[layer] = self._with_graph(ops, layer, x_BTC, ctx, how, again=False)
-                    x_BTC = kept[layer][1].detach()
+            for group in groups:
+                with self._ops.during(group.first_pass):
+                    group.x_1NC = self.adapter.embed(self._ops, group.ids_1N, group.ctx)
+            for layer in range(self.adapter.n_layers):
+                for number, group in enumerate(groups):
+                    if layer < how.first_layer:
+                        group.x_1NC = self._block(group, layer, group.x_1NC, group.first_pass)
+                    else:
+                        level = schedule.levels[layer]
+                        left[layer, number] = self._forward(group, layer, level, layer > how.first_layer)
             if logits is not None:
-                logits[dropout.micro_batch] = self._project(ops, x_BTC)
-        positions, targets = (t.to(x_BTC.device) for t in batch.supervised)
-        x_NC = x_BTC.reshape(-1, x_BTC.shape[-1])
-        loss, dx = head_loss(adapter, ops, x_NC, positions, targets, scale, wants_dx=how.first_layer <= last)
-        if dx is None:
-            return loss
-        dx_BTC = dx.view(x_BTC.shape)
-        del x_BTC, x_NC, dx
-        for layer in range(last, how.first_layer - 1, -1):
-            if layer in kept:
-                x_in, x_out = kept.pop(layer)
-            else:
-                x_in, x_out = self._with_graph(ops, layer, inputs.pop(layer), ctx, how, again=True)
-            torch.autograd.backward(x_out, dx_BTC)
-            dx_BTC = x_in.grad
-            del x_in, x_out
+                for index, x_CN in _by_micro_batch(groups, "x_1NC").items():
+                    logits[index] = self._project(x_CN.t().view(*batches[index].input_ids.shape, -1))
+        wants_dx = how.first_layer < self.adapter.n_layers
+        loss = self._head(batches, groups, scale, wants_dx)
+        for layer in range(self.adapter.n_layers - 1, how.first_layer - 1, -1):
+            for number, group in enumerate(groups):
+                self._backward(group, layer, left.pop((layer, number)))
         return loss
 
-    def _with_graph(
-        self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext, how: TrainPass, again: bool
-    ) -> tuple[Tensor, Tensor]:
-        """A block's input and output with the graph between them; ``again``: its output's values are known already."""
-        x_in = x_BTC.detach().requires_grad_(layer > how.first_layer)
-        ops.recomputing = again
-        try:
+    def _group(self, batches: Mapping[int, TokenBatch], seed: int, step: int) -> _Group:
+        """Pack micro-batches one after another, row after row."""
+        segments: list[Segment] = []
+        start = 0
+        for index, batch in batches.items():
+            rows, tokens = batch.input_ids.shape
+            mask = attention_mask_BTS(batch.attention_mask, tokens)
+            mask = None if mask is None else mask.to(self._ops.device)
+            segments.append(Segment(start, start + rows * tokens, rows, tokens, index, mask))
+            start += rows * tokens
+        ids = torch.cat([batch.input_ids.reshape(-1) for batch in batches.values()])
+        positions = torch.cat([token_positions(batch.attention_mask).reshape(-1) for batch in batches.values()])
+        ctx = ForwardContext(positions[None].to(self._ops.device), segments=tuple(segments))
+        self.adapter.prepare(ctx)
+        return _Group(ids[None], ctx, Pass(ctx.segments, Dropout(seed, step, ctx.segments)))
+
+    def _block(self, group: _Group, layer: int, x_1NC: Tensor, one_pass: Pass) -> Tensor:
+        with self._ops.during(one_pass):
+            return self.adapter.block(self._ops, layer, x_1NC, group.ctx)
+
+    def _forward(self, group: _Group, layer: int, level: Level, wants_dx: bool) -> _Left:
+        x_in = group.x_1NC
+        if level is Level.GRAPH:
+            x_in = x_in.detach().requires_grad_(wants_dx)
             with torch.enable_grad():
-                return x_in, self.adapter.block(ops, layer, x_in, ctx)
-        finally:
-            ops.recomputing = False
+                x_out = self._block(group, layer, x_in, group.first_pass)
+            group.x_1NC = x_out.detach()
+            return _Left(x_in, x_out)
+        tape = Tape() if level is Level.KEEP else None
+        group.x_1NC = self._block(group, layer, x_in, replace(group.first_pass, tape=tape))
+        return _Left(x_in.detach().requires_grad_(wants_dx), None, tape)
+
+    def _head(
+        self, batches: Mapping[int, TokenBatch], groups: Sequence[_Group], scale: float, wants_dx: bool
+    ) -> Tensor:
+        """The loss over all micro-batches; each group's ``x_1NC`` becomes ``dx_1NC``."""
+        hidden = _by_micro_batch(groups, "x_1NC")
+        if wants_dx:
+            for group in groups:
+                group.dx_1NC = torch.zeros_like(group.x_1NC)
+        supervised = [tuple(t.to(self._ops.device) for t in batches[index].supervised) for index in hidden]
+        gradients = list(_by_micro_batch(groups, "dx_1NC").values()) if wants_dx else None
+        loss = head_loss(self.adapter, self._ops, list(hidden.values()), supervised, scale, gradients)
+        for group in groups:
+            group.x_1NC = None
+        return loss
+
+    def _backward(self, group: _Group, layer: int, left: _Left) -> None:
+        x_out = left.x_out
+        if x_out is None:
+            with torch.enable_grad():
+                again = replace(group.first_pass, tape=left.tape, again=True)
+                x_out = self._block(group, layer, left.x_in, again)
+        dx_1NC, group.dx_1NC = group.dx_1NC, None
+        # A block in which nothing is trained, below none that is, has no graph to go through.
+        torch.autograd.backward(x_out, dx_1NC)
+        group.dx_1NC = left.x_in.grad
 
     # -- evaluation
 
@@ -158,31 +211,24 @@ class ModelRunner:
         """Summed negative log-likelihood (nats) and the number of targets, without gradients or dropout."""
         if batch.n_targets == 0:
             return 0.0, 0
-
-        def compute(ops: StreamedOps, batch: TokenBatch) -> Tensor:
-            x_BTC = self._hidden(ops, batch, self._context(ops, batch))
-            positions, targets = (t.to(x_BTC.device) for t in batch.supervised)
-            return head_loss(self.adapter, ops, x_BTC.reshape(-1, x_BTC.shape[-1]), positions, targets, None)[0]
-
-        key = ("evaluate", n_chunks(batch.n_targets, self.adapter.vocab_size))
-        return self._run(key, compute, batch).item(), batch.n_targets
+        with self._forward_step(batch, cut_tokens(batch.n_targets, self.adapter.vocab_size)):
+            x_NC = self._hidden(batch, self._context(batch)).flatten(0, 1)
+            supervised = tuple(t.to(x_NC.device) for t in batch.supervised)
+            return head_loss(self.adapter, self._ops, [x_NC.t()], [supervised], None).item(), batch.n_targets
 
     @torch.no_grad()
     def logits(self, batch: TokenBatch) -> Tensor:
         """fp32 [B, T, V] on the CPU, without dropout."""
+        with self._forward_step(batch, cut_tokens(batch.input_ids.numel(), self.adapter.vocab_size)):
+            return self._project(self._hidden(batch, self._context(batch)))
 
-        def compute(ops: StreamedOps, batch: TokenBatch) -> Tensor:
-            return self._project(ops, self._hidden(ops, batch, self._context(ops, batch)))
-
-        return self._run(("logits", n_chunks(batch.input_ids.numel(), self.adapter.vocab_size)), compute, batch)
-
-    def _project(self, ops: StreamedOps, x_BTC: Tensor) -> Tensor:
+    def _project(self, x_BTC: Tensor) -> Tensor:
         """The head over every token, a chunk at a time: fp32 [B, T, V] on the CPU."""
         chunk = chunk_tokens(self.adapter.vocab_size)
         x_NC = x_BTC.reshape(-1, x_BTC.shape[-1])
-        out_NV = torch.empty(len(x_NC), self.adapter.vocab_size, device="meta" if x_NC.is_meta else "cpu")
+        out_NV = torch.empty(len(x_NC), self.adapter.vocab_size)
         for chunk_nC, out_nV in zip(x_NC.split(chunk), out_NV.split(chunk), strict=True):
-            out_nV.copy_(self.adapter.head(ops, chunk_nC))
+            out_nV.copy_(self.adapter.head(self._ops, chunk_nC))
         return out_NV.view(*x_BTC.shape[:-1], -1)
 
     @torch.no_grad()
@@ -191,43 +237,32 @@ class ModelRunner:
 
         ``batch.attention_mask`` covers cached and new tokens; the new ones are the last ``input_ids.shape[1]``.
         """
+        with self._forward_step(batch, [batch.input_ids.shape[0]]):
+            x_BTC = self._hidden(batch, self._context(batch, cache))
+            return self.adapter.head(self._ops, x_BTC[:, -1]).float().cpu()
 
-        def compute(ops: StreamedOps, batch: TokenBatch) -> Tensor:
-            held = None if batch.input_ids.is_meta else cache
-            ctx = self._context(ops, batch, cache=held)
-            x_BTC = self._hidden(ops, batch, ctx)
-            return self.adapter.head(ops, x_BTC[:, -1]).float()
-
-        return self._run(("generate",), compute, batch).cpu()
-
-    def _hidden(self, ops: StreamedOps, batch: TokenBatch, ctx: ForwardContext) -> Tensor:
-        x_BTC = self.adapter.embed(ops, batch.input_ids, ctx)
+    def _hidden(self, batch: TokenBatch, ctx: ForwardContext) -> Tensor:
+        x_BTC = self.adapter.embed(self._ops, batch.input_ids, ctx)
         for layer in range(self.adapter.n_layers):
-            x_BTC = self.adapter.block(ops, layer, x_BTC, ctx)
+            x_BTC = self.adapter.block(self._ops, layer, x_BTC, ctx)
         return x_BTC
 
-    # -- steps
-
-    def _context(
-        self, ops: StreamedOps, batch: TokenBatch, dropout: DropoutKey | None = None, cache: KVCache | None = None
-    ) -> ForwardContext:
+    def _context(self, batch: TokenBatch, cache: KVCache | None = None) -> ForwardContext:
         n_queries = batch.input_ids.shape[1]
-        if batch.input_ids.is_meta:
-            positions, mask = torch.empty(batch.input_ids.shape, dtype=torch.int64, device="meta"), None
-        else:
-            positions = token_positions(batch.attention_mask)[:, -n_queries:].to(ops.device)
-            mask = attention_mask_BTS(batch.attention_mask, n_queries)
-            mask = None if mask is None else mask.to(ops.device)
-        ctx = ForwardContext(positions, mask, cache, dropout)
+        positions = token_positions(batch.attention_mask)[:, -n_queries:].to(self._ops.device)
+        mask = attention_mask_BTS(batch.attention_mask, n_queries)
+        ctx = ForwardContext(positions, None if mask is None else mask.to(self._ops.device), cache)
         self.adapter.prepare(ctx)
         return ctx
 
-    def _run(self, key: Hashable, compute: Callable[[StreamedOps, TokenBatch], T], batch: TokenBatch) -> T:
-        with self._step(self.trace(key, compute, batch)):
-            return compute(self._ops, batch)
+    # -- steps
+
+    def _forward_step(self, batch: TokenBatch, head_chunks: Sequence[int]) -> AbstractContextManager[None]:
+        rows, tokens = batch.input_ids.shape
+        return self._step(self.scheduler.costs.evaluation(rows * tokens, tokens, tuple(head_chunks)))
 
     @contextmanager
-    def _step(self, trace: Trace):
+    def _step(self, trace: Trace) -> Iterator[None]:
         self.store.begin_step(trace)
         try:
             yield
@@ -236,29 +271,11 @@ class ModelRunner:
             self.store.abort_step()
             raise
 
-    def trace(self, key: Hashable, compute: Callable[[StreamedOps, TokenBatch], object], batch: TokenBatch) -> Trace:
-        """The accesses of one micro-batch, from a run on the meta device; kept by ``key``, which holds all that they
-        depend on. Such a run takes about 0.1 s per layer, so nothing is traced twice."""
-        if key not in self._traces:
-            recorder = TraceRecorder(self._model)
-            ops = StreamedOps(
-                recorder,
-                self._ops.kernel,
-                torch.device("meta"),
-                self.dtype,
-                {name: update.on_meta() for name, update in self._ops.updates.items()},
-                self._ops.biased,
-            )
-            compute(ops, _batch_on_meta(batch))
-            self._traces[key] = recorder.trace(key)
-        return self._traces[key]
 
-
-def _one_after_another(traces: Sequence[Trace]) -> Trace:
-    accesses = tuple(chain.from_iterable(trace.accesses for trace in traces))
-    return Trace(tuple(trace.key for trace in traces), accesses)
-
-
-def _batch_on_meta(batch: TokenBatch) -> TokenBatch:
-    """The ids' shape without their numbers; labels stay, since where the targets are decides what is computed."""
-    return replace(batch, input_ids=torch.empty_like(batch.input_ids, device="meta"))
+def _by_micro_batch(groups: Sequence[_Group], which: str) -> dict[int, Tensor]:
+    """The columns [C, n] of each micro-batch in its group's ``x_1NC`` or ``dx_1NC``; views."""
+    return {
+        segment.micro_batch: getattr(group, which)[0, segment.start : segment.stop].t()
+        for group in groups
+        for segment in group.ctx.segments
+    }

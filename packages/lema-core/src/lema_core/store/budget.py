@@ -9,14 +9,25 @@ from lema_core.memory import format_bytes
 
 
 @dataclass(frozen=True)
+class StepChoice:
+    """One way to run a step: the bytes of activations it holds at most, and the seconds it computes."""
+
+    nbytes: int
+    compute_s: float
+
+
+@dataclass(frozen=True)
 class BudgetRequest:
-    """What is known when windows are sized; all in bytes.
+    """What is known when memory is shared out; all in bytes.
 
     ``total``: slots for every granule, with the embedding's rows. ``smallest``: one granule and a few rows.
     ``ram_limit``: what this process may use, ``ram_source`` who says so; ``ram_held``: what it holds already;
-    ``ram_step``: what a step will allocate beside the weights (activations, gradients, optimizer states).
-    ``device_free`` and ``device_step`` likewise; None where the device shares RAM. ``weights_ram`` and ``weights_vram``
-    are what the user fixed, None for auto. ``resident``: everything must stay where it is computed from.
+    ``ram_step``: what it will hold beside weights and activations (gradients, optimizer states). ``device_free`` and
+    ``device_step`` likewise; None where the device shares RAM. ``weights_ram`` and ``weights_vram`` are what the user
+    fixed, None for auto. ``resident``: everything must stay where it is computed from.
+
+    ``choices``: ways to run a step, from the one that holds least on; ``activations``: the most they may hold, None for
+    auto. A step reads ``passes`` times what the window does not hold, at ``read_bytes_per_s``.
     """
 
     total: int
@@ -30,6 +41,10 @@ class BudgetRequest:
     weights_ram: int | None = None
     weights_vram: int | None = None
     resident: bool = False
+    choices: tuple[StepChoice, ...] = (StepChoice(0, 0.0),)
+    activations: int | None = None
+    passes: int = 2
+    read_bytes_per_s: float = 1e9
 
     @property
     def device_shares_ram(self) -> bool:
@@ -38,17 +53,18 @@ class BudgetRequest:
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """Bytes of the weights' windows; ``device`` is None where the device shares RAM. ``because``: a sentence per
-    figure."""
+    """Bytes of the weights' windows; ``device`` is None where the device shares RAM. ``activations``: what a step may
+    hold of them. ``because``: a sentence per figure."""
 
     ram: int
     device: int | None
+    activations: int
     because: list[str] = field(default_factory=list)
 
 
 def plan_budget(request: BudgetRequest) -> BudgetPlan:
-    """Give the weights what is left, up to all of them. Raises BudgetError with the bytes needed and given when a run
-    cannot fit."""
+    """Share memory between weights and activations so that a step takes least time; what is left goes to the weights,
+    up to all of them. Raises BudgetError with the bytes needed and given when a run cannot fit."""
     fixed = request.weights_ram
     if request.device_shares_ram and request.weights_vram is not None:
         # One window serves both names; of two limits the smaller holds.
@@ -57,14 +73,17 @@ def plan_budget(request: BudgetRequest) -> BudgetPlan:
     because: list[str] = []
     if request.device_shares_ram:
         name = "weights_ram" if fixed == request.weights_ram else "weights_vram"
-        return BudgetPlan(_window(request, name, fixed, left, request.ram_source, because), None, because)
+        ram, activations = _share(request, name, fixed, left, request.ram_source, because)
+        return BudgetPlan(ram, None, activations, because)
     device_left = request.device_free - _margin(request.device_free) - request.device_step
-    device = _window(request, "weights_vram", request.weights_vram, device_left, "free device memory", because)
+    device, activations = _share(
+        request, "weights_vram", request.weights_vram, device_left, "free device memory", because
+    )
     # Behind a device that holds everything, RAM only has to pass the weights on once.
     if device >= request.total and fixed is None:
         fixed = min(max(request.smallest, left), max(request.smallest, request.total // 4))
-    ram = _window(replace(request, resident=False), "weights_ram", fixed, left, request.ram_source, because)
-    return BudgetPlan(ram, device, because)
+    ram = _window(replace(request, resident=False), "weights_ram", fixed, left, 0, request.ram_source, because)
+    return BudgetPlan(ram, device, activations, because)
 
 
 def _margin(limit: int) -> int:
@@ -72,9 +91,47 @@ def _margin(limit: int) -> int:
     return max(64_000_000, limit // 20)
 
 
-def _window(request: BudgetRequest, option: str, fixed: int | None, left: int, source: str, because: list[str]) -> int:
+def _share(
+    request: BudgetRequest, option: str, fixed: int | None, left: int, source: str, because: list[str]
+) -> tuple[int, int]:
+    """The window and the activations of the memory that is computed in."""
+    least = request.choices[0]
+    if request.activations is not None and request.activations < least.nbytes:
+        raise BudgetError(
+            f"activations: {request.activations:,} bytes are given, {least.nbytes:,} are needed where all that can be "
+            "is recomputed; raise activations_ram or activations_vram, or shorten max_seq_length or batch_size"
+        )
+    wanted, must_have = _wanted(request, fixed)
+
+    def step_s(choice: StepChoice) -> float:
+        streamed = request.total - min(wanted, left - choice.nbytes)
+        return max(choice.compute_s, request.passes * streamed / request.read_bytes_per_s)
+
+    allowed = [
+        choice
+        for choice in request.choices
+        if left - choice.nbytes >= must_have and (request.activations is None or choice.nbytes <= request.activations)
+    ]
+    best = min(allowed, key=step_s, default=least)
+    window = _window(request, option, fixed, left, best.nbytes, source, because)
+    activations = left - window
+    if request.activations is not None:
+        activations = min(activations, request.activations)
+    return window, activations
+
+
+def _wanted(request: BudgetRequest, fixed: int | None) -> tuple[int, int]:
+    """Bytes of the window at most and at least."""
     wanted = request.total if request.resident or fixed is None else min(fixed, request.total)
-    must_have = wanted if request.resident or fixed is not None else request.smallest
+    return wanted, wanted if request.resident or fixed is not None else request.smallest
+
+
+def _window(
+    request: BudgetRequest, option: str, fixed: int | None, left: int, beside: int, source: str, because: list[str]
+) -> int:
+    """The window of one tier, of what is ``left`` without ``beside`` bytes of activations."""
+    wanted, must_have = _wanted(request, fixed)
+    left -= beside
     if fixed is not None and not request.resident and fixed < request.smallest:
         raise BudgetError(
             f"{option} gives {fixed:,} bytes, the smallest window needs {request.smallest:,}; raise {option}"
@@ -86,8 +143,10 @@ def _window(request: BudgetRequest, option: str, fixed: int | None, left: int, s
             way_out = "use strategy=streaming"
         elif fixed is not None and left >= request.smallest:
             way_out = f"lower {option}"
+        elif len(request.choices) == 1 and beside:
+            way_out = "leave gradient_checkpointing to lema, shorten max_seq_length or batch_size, or give more memory"
         raise BudgetError(
-            f"{option}: {must_have:,} bytes of weights are needed beside {step:,} for the step, "
+            f"{option}: {must_have:,} bytes of weights are needed beside {step + beside:,} for the step, "
             f"{max(0, left):,} are left of {source}; {way_out}"
         )
     given = min(wanted, left)

@@ -8,6 +8,7 @@ there was.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -88,6 +89,11 @@ class GranuleLayout:
     def total_bytes(self) -> int:
         """Bytes of all slots when every granule has one."""
         return self.slot_bytes * len(self.granules)
+
+    @property
+    def largest_layer(self) -> int:
+        """Granules of the layer that has most."""
+        return max(Counter(granule.layer for granule in self.granules if granule.layer is not None).values(), default=0)
 
 
 def _tensor_bytes(item: StreamedTensor) -> int:

@@ -103,18 +103,15 @@ class ToyAdapter(ModelAdapter):
         c, root = self.config, f"model.layers.{layer}"
         h_BTC = ops.rms_norm(x_BTC, f"{root}.norm_1.weight", _EPS)
         modules = [f"{root}.q", f"{root}.k", f"{root}.v"]
-        q, k, v = (
-            y.unflatten(-1, (-1, c.head_dim)).transpose(1, 2).contiguous()
-            for y in ops.linears(h_BTC, modules, ctx.dropout)
-        )
+        q, k, v = (y.unflatten(-1, (-1, c.head_dim)).transpose(1, 2).contiguous() for y in ops.linears(h_BTC, modules))
         if ctx.cache is not None:
             k, v = ctx.cache.append(layer, k, v)
         attended_BTC = ops.attention(q, k, v, ctx, c.head_dim**-0.5)
-        x_BTC = x_BTC + ops.linear(attended_BTC, f"{root}.o", ctx.dropout)
+        x_BTC = x_BTC + ops.linear(attended_BTC, f"{root}.o")
         h_BTC = ops.rms_norm(x_BTC, f"{root}.norm_2.weight", _EPS)
-        up_BTF = F.silu(ops.linear(h_BTC, f"{root}.up", ctx.dropout))
-        up_BTF = ops.dropout(up_BTF, c.dropout, f"{root}.up", ctx.dropout)
-        return ops.block_output(x_BTC, up_BTF, f"{root}.down", ctx.dropout)
+        up_BTF = F.silu(ops.linear(h_BTC, f"{root}.up"))
+        up_BTF = ops.dropout(up_BTF, c.dropout, f"{root}.up")
+        return ops.block_output(x_BTC, up_BTF, f"{root}.down")
 
     def head(self, ops: StreamedOps, x_NC: Tensor) -> Tensor:
         return ops.linear(ops.rms_norm(x_NC, "model.norm.weight", _EPS), "head")

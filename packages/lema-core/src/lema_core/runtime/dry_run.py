@@ -1,0 +1,402 @@
+"""What the pieces of a step borrow, compute and allocate, found by running each once on a few tokens.
+
+Weights are zeros without memory behind them and nothing is multiplied, so a piece takes about a millisecond whatever
+the model's size; what it allocates is counted as torch makes it. (Torch's meta device would do the same with no data
+at all, but the first step on it loads torch's compiler: 77 MB and seconds.) Shapes: B rows, T tokens, N = B * T, C
+hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lema_core.adapter import ModelAdapter
+from lema_core.ops.context import Dropout, ForwardContext, Segment
+from lema_core.ops.linear import LinearKernel
+from lema_core.ops.low_rank import LowRankUpdate
+from lema_core.ops.streamed import Pass, StreamedOps
+from lema_core.ops.tape import Tape
+from lema_core.runtime.head_loss import chunk_loss
+from lema_core.store.granules import Part
+from lema_core.store.model import StreamedModel
+from lema_core.store.trace import Work
+
+#: tokens of the two runs that an amount's constant part and its part per token are solved from
+_FEW, _MORE = 4, 8
+
+
+class Level(IntEnum):
+    """What a block leaves in memory for its gradient: its input, its products too, or all of autograd's graph."""
+
+    RECOMPUTE = 0
+    KEEP = 1
+    GRAPH = 2
+
+
+@dataclass(frozen=True)
+class Amount:
+    """``fixed + per_token * tokens``."""
+
+    fixed: float
+    per_token: float
+
+    def at(self, tokens: int) -> float:
+        return self.fixed + self.per_token * tokens
+
+    @classmethod
+    def through(cls, few: float, more: float) -> Amount:
+        per_token = (more - few) / (_MORE - _FEW)
+        return cls(few - per_token * _FEW, per_token)
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What follows one access: FLOPs of products per token, of attention per token and per token of its row, bytes
+    touched."""
+
+    flops: float
+    pair_flops: float
+    touched: Amount
+
+
+@dataclass(frozen=True)
+class PieceCost:
+    """``peak``: bytes alive at most beyond those before; ``left``: bytes alive at the end, results included."""
+
+    doing: tuple[Doing, ...]
+    peak: Amount
+    left: Amount
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a step: the granules it borrows, in order, and what it costs."""
+
+    accesses: tuple[int, ...]
+    cost: PieceCost
+
+    def work(self, tokens: int, row_tokens: int) -> tuple[Work, ...]:
+        """What follows each access, for ``tokens`` in rows of ``row_tokens``."""
+        return tuple(
+            Work(tokens * (d.flops + d.pair_flops * row_tokens), tokens, d.touched.at(tokens)) for d in self.cost.doing
+        )
+
+
+class DryRun:
+    """Pieces of steps of ``adapter`` on ``model`` with ``updates``; each found when first asked for, then kept."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        model: StreamedModel,
+        updates: Mapping[str, LowRankUpdate],
+        dtype: torch.dtype,
+    ) -> None:
+        self.adapter = adapter
+        self._model = model
+        self._dtype = dtype
+        self._updates = {
+            name: replace(
+                update,
+                lora_A=torch.zeros(update.lora_A.shape, requires_grad=True),
+                lora_B=torch.zeros(update.lora_B.shape, requires_grad=True),
+            )
+            for name, update in updates.items()
+        }
+        self._pieces: dict[Hashable, Piece] = {}
+        self._costs: dict[Hashable, PieceCost] = {}
+
+    @property
+    def context(self) -> Amount:
+        """Bytes of what all blocks share: positions, rotary tables."""
+        few, more = (sum(map(_nbytes, _tensors(vars(_Run(self, tokens).ctx)))) for tokens in (_FEW, _MORE))
+        return Amount.through(few, more)
+
+    @property
+    def boundary(self) -> Amount:
+        """Bytes of a block's input."""
+        return Amount(0, self.adapter.hidden_size * self._dtype.itemsize)
+
+    def embed(self) -> Piece:
+        return self._piece("embed", None, lambda run: run.embed())
+
+    def forward(self, layer: int, level: Level) -> Piece:
+        """A block in the forward pass; ``left`` is its output and what it keeps for its gradient."""
+        return self._piece(("forward", level), layer, lambda run: run.forward(layer, level))
+
+    def backward(self, layer: int, level: Level, wants_dx: bool) -> Piece:
+        """A block's gradient, with what ``level`` left; ``left`` is the gradient of its input."""
+        return self._piece(("backward", level, wants_dx), layer, lambda run: run.backward(layer, level, wants_dx))
+
+    def head(self, trained: bool, wants_dx: bool) -> Piece:
+        """Final norm and output projection of one chunk, with their gradient where ``trained``."""
+        return self._piece(("head", trained, wants_dx), None, lambda run: run.head(trained, wants_dx))
+
+    def _piece(self, kind: Hashable, layer: int | None, what: Callable[[_Run], None]) -> Piece:
+        if (kind, layer) not in self._pieces:
+            self._set_gradients(layer)
+            signature = kind, self._signature(layer)
+            if signature not in self._costs:
+                self._costs[signature] = _cost(*(self._run(what, tokens) for tokens in (_FEW, _MORE)))
+            run = _Run(self, _FEW)
+            what(run)
+            self._pieces[kind, layer] = Piece(tuple(run.weights.accesses), self._costs[signature])
+            self._set_gradients(None)
+        return self._pieces[kind, layer]
+
+    def _run(self, what: Callable[[_Run], None], tokens: int) -> _Run:
+        # once uncounted: what torch makes at a first call is no part of a step
+        what(_Run(self, tokens))
+        run = _Run(self, tokens, counted=True)
+        what(run)
+        return run
+
+    def _signature(self, layer: int | None) -> Hashable:
+        """Equal for layers that cost the same: what their tensors and updates look like."""
+        looks = []
+        for name, parts in self._model.layout.parts.items():
+            spec_layer = self._layers[name]
+            if spec_layer == layer:
+                update = self._updates.get(name.removesuffix(".weight"))
+                looks.append((tuple((p.shape, p.dtype) for p in parts), update and (update.rank, update.dropout)))
+        return tuple(looks)
+
+    @property
+    def _layers(self) -> Mapping[str, int | None]:
+        return {spec.name: spec.layer for spec in self.adapter.tensors()}
+
+    def _set_gradients(self, layer: int | None) -> None:
+        """Gradients outlive a piece, so they are there before it, and gone after."""
+        layers = self._layers
+        for name, update in self._updates.items():
+            for parameter in update.parameters():
+                here = layer is not None and layers[f"{name}.weight"] == layer
+                parameter.grad = torch.zeros_like(parameter) if here else None
+
+
+class _Run:
+    """One piece on ``tokens`` tokens."""
+
+    def __init__(self, dry: DryRun, tokens: int, counted: bool = False) -> None:
+        self.adapter = dry.adapter
+        self.tokens = tokens
+        self.weights = _StandInWeights(dry._model)
+        self.counter = _ByteCounter(self.weights) if counted else None
+        self.kernel = _StandInKernel(self.weights)
+        self.dtype = dry._dtype
+        biased = dry._model.biased_modules
+        self.ops = _CountingOps(self.weights, self.kernel, torch.device("cpu"), dry._dtype, dry._updates, biased)
+        self.segments = (Segment(0, tokens, 1, tokens),)
+        self.ctx = ForwardContext(torch.arange(tokens)[None], segments=self.segments)
+        self.adapter.prepare(self.ctx)
+        self._dropout = Dropout(0, 0, self.segments)
+
+    @contextmanager
+    def _during(self, one_pass: Pass) -> Iterator[None]:
+        with self.ops.during(one_pass):
+            yield
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.weights.start()
+        if self.counter is None:
+            yield
+            return
+        with self.counter:
+            yield
+
+    def _x(self) -> Tensor:
+        return torch.zeros(self.adapter.hidden_size, self.tokens, dtype=self.dtype).t()[None]
+
+    def embed(self) -> None:
+        ids = torch.zeros(1, self.tokens, dtype=torch.int64)
+        with torch.no_grad(), self._during(Pass(self.segments)), self._counted():
+            x = self.adapter.embed(self.ops, ids, self.ctx)
+            self._finish(x)
+
+    def forward(self, layer: int, level: Level) -> None:
+        x_BTC, tape = self._x(), Tape() if level is Level.KEEP else None
+        with torch.set_grad_enabled(level is Level.GRAPH), self._during(Pass(self.segments, self._dropout, tape)):
+            x_BTC.requires_grad_(level is Level.GRAPH)
+            with self._counted():
+                y = self.adapter.block(self.ops, layer, x_BTC, self.ctx)
+                self._finish(y)
+
+    def backward(self, layer: int, level: Level, wants_dx: bool) -> None:
+        x_BTC, tape = self._x(), None
+        first = Pass(self.segments, self._dropout)
+        if level is Level.KEEP:
+            tape = Tape()
+            with torch.no_grad(), self._during(replace(first, tape=tape)):
+                self.adapter.block(self.ops, layer, x_BTC, self.ctx)
+        x_BTC.requires_grad_(wants_dx)
+        dy_BTC = self._x()
+        with torch.enable_grad():
+            if level is Level.GRAPH:
+                with self._during(first):
+                    y = self.adapter.block(self.ops, layer, x_BTC, self.ctx)
+            with self._counted():
+                if level is not Level.GRAPH:
+                    with self._during(replace(first, tape=tape, again=True)):
+                        y = self.adapter.block(self.ops, layer, x_BTC, self.ctx)
+                if y.requires_grad:
+                    torch.autograd.backward(y, dy_BTC)
+                del y
+                self._finish(x_BTC.grad)
+
+    def head(self, trained: bool, wants_dx: bool) -> None:
+        x_NC, targets = self._x()[0], torch.zeros(self.tokens, dtype=torch.int64)
+        with self._during(Pass(self.segments)), self._counted():
+            result = chunk_loss(self.adapter, self.ops, x_NC, targets, 1.0 if trained else None, wants_dx)
+            self._finish(result)
+
+    def _finish(self, result: Any) -> None:
+        """Count what is left while ``result`` is still alive."""
+        if self.counter is not None:
+            self.counter.finish()
+
+
+def _cost(few: _Run, more: _Run) -> PieceCost:
+    doing = tuple(
+        Doing(a.flops / few.tokens, a.pair_flops / few.tokens**2, Amount.through(a.touched_bytes, b.touched_bytes))
+        for a, b in zip(few.weights.steps, more.weights.steps, strict=True)
+    )
+    pairs = ((few.counter.peak_bytes, more.counter.peak_bytes), (few.counter.left_bytes, more.counter.left_bytes))
+    peak, left = (Amount.through(*pair) for pair in pairs)
+    return PieceCost(doing, peak, left)
+
+
+@dataclass
+class _Step:
+    """What followed one access."""
+
+    flops: float = 0.0
+    pair_flops: float = 0.0
+    touched_bytes: float = 0.0
+
+
+class _StandInWeights:
+    """A weight source of zeros that takes no memory and writes down what is borrowed."""
+
+    def __init__(self, model: StreamedModel) -> None:
+        self._model = model
+        self.start()
+
+    def start(self) -> None:
+        """Write down from here on."""
+        self.accesses: list[int] = []
+        self.steps: list[_Step] = []
+        #: what comes before the first access counts with it
+        self.step = _Step()
+
+    def parts(self, name: str) -> tuple[Part, ...]:
+        return self._model.layout.parts[name]
+
+    @contextmanager
+    def borrow(self, part: Part) -> Iterator[Tensor]:
+        if self.accesses:
+            self.step = _Step()
+        self.accesses.append(part.granule)
+        self.steps.append(self.step)
+        yield torch.zeros((), dtype=part.dtype).expand(part.shape)
+
+    def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(ids.numel(), self._model.embeddings[name].shape[1], dtype=dtype)
+
+
+class _StandInKernel(LinearKernel):
+    """Counts products instead of computing them."""
+
+    def __init__(self, weights: _StandInWeights) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def packed(self, x_KN: Tensor, segments: Sequence[tuple[int, int]] = ()) -> Tensor:
+        return torch.empty_like(x_KN)
+
+    def forward(self, weight_RK: Tensor, x: Tensor, out_RN: Tensor, update: Any = None, segments: Any = ()) -> None:
+        inner = weight_RK.shape[1] + (0 if update is None else update[0].shape[1])
+        self._count(2 * inner * out_RN.numel())
+        out_RN.zero_()
+
+    def input_gradient(
+        self, weight_RK: Tensor, dy_RN: Tensor, dx_KN: Tensor, first: bool, update: Any = None, segments: Any = ()
+    ) -> None:
+        inner = len(weight_RK) + (0 if update is None else len(update[0]))
+        self._count(2 * inner * dx_KN.numel())
+        if first:
+            dx_KN.zero_()
+
+    def _count(self, flops: float) -> None:
+        self._weights.step.flops += flops
+
+
+class _CountingOps(StreamedOps):
+    def attention(self, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, ctx: ForwardContext, scale: float) -> Tensor:
+        # Two products of T x T / 2 numbers; the gradient's five are counted with the forward pass's two where the
+        # pass records a graph.
+        times = 7 if torch.is_grad_enabled() else 2
+        self.weights.step.pair_flops += times * q_BHTD.numel() * q_BHTD.shape[2]
+        return super().attention(q_BHTD, k_BHSD, v_BHSD, ctx, scale)
+
+
+class _ByteCounter(TorchDispatchMode):
+    """Bytes of the storages that operations make while it is entered: alive at most, alive at the end, and touched."""
+
+    def __init__(self, weights: _StandInWeights) -> None:
+        super().__init__()
+        self._weights = weights
+        self._alive: dict[int, tuple[Any, int]] = {}
+        self._before: set[int] = set()
+        self.peak_bytes = 0
+        self.left_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = list(_tensors((args, kwargs)))
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        result = func(*args, **(kwargs or {}))
+        made = list(_tensors(result))
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known and storage._cdata not in self._alive:
+                self._alive[storage._cdata] = storage._weak_ref(), storage.nbytes()
+        self._drop_dead()
+        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self._alive.values()))
+        if not func.is_view:
+            self._weights.step.touched_bytes += sum(map(_nbytes, (*given, *made)))
+        return result
+
+    def finish(self) -> None:
+        self._drop_dead()
+        self.left_bytes = sum(nbytes for _, nbytes in self._alive.values())
+        for reference, _ in self._alive.values():
+            torch.UntypedStorage._free_weak_ref(reference)
+        self._alive.clear()
+
+    def _drop_dead(self) -> None:
+        for key, (reference, _) in list(self._alive.items()):
+            if torch.UntypedStorage._expired(reference):
+                torch.UntypedStorage._free_weak_ref(reference)
+                del self._alive[key]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        yield from _tensors(tuple(tree.values()))

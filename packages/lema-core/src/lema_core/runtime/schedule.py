@@ -1,0 +1,252 @@
+"""How a training step is run: which micro-batches pass a layer together, and what each layer leaves for its gradient.
+
+Every group of micro-batches passes a layer before the next layer's weights come, forward and backward. A schedule
+changes time and memory, never a bit of the result. Shapes: N tokens of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lema_core.runtime.dry_run import DryRun, Level, Piece
+from lema_core.runtime.head_loss import chunk_tokens, cut_head, cut_tokens
+from lema_core.store.trace import Trace, Work
+
+#: products are about as fast with so many columns as with more: a group need not be larger
+ENOUGH_TOKENS = 512
+
+#: the micro-batches that pass a layer together, by index
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a schedule depends on: ``rows`` of ``tokens``, and how many of them have a target."""
+
+    rows: int
+    tokens: int
+    n_targets: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.tokens
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A training step before it is scheduled. ``first_layer``: the lowest one with something trainable (n_layers: only
+    the head has). ``logits``: they are wanted of every token."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    first_layer: int
+    logits: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(one.size for one in self.micro_batches)
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """``levels``: by layer, those below the lowest trained one included."""
+
+    groups: Groups
+    levels: tuple[Level, ...]
+
+    def describe(self) -> str:
+        """``graph of 3 layers, products of 10, 9 recomputed; 8 micro-batches in 1 group``."""
+        counts = [sum(level is wanted for level in self.levels) for wanted in reversed(Level)]
+        return (
+            f"graph kept of {counts[0]} layers, products of {counts[1]}, {counts[2]} recomputed; "
+            f"{sum(map(len, self.groups))} micro-batches in {len(self.groups)} groups"
+        )
+
+
+class StepCosts:
+    """What a step of some shape costs under a schedule, from the pieces of a dry run."""
+
+    def __init__(self, dry: DryRun) -> None:
+        self._dry = dry
+        self._n_layers = dry.adapter.n_layers
+        self.evaluation = lru_cache(maxsize=64)(self._evaluation)
+
+    @property
+    def n_layers(self) -> int:
+        return self._n_layers
+
+    # -- what is borrowed, and what is computed in between
+
+    def trace(self, shape: StepShape, schedule: StepSchedule) -> Trace:
+        """The accesses of a step, in the order in which ModelRunner makes them."""
+        return _trace(("train", shape, schedule), self._pieces(shape, schedule))
+
+    def _pieces(self, shape: StepShape, schedule: StepSchedule) -> list[tuple[Piece, int, int]]:
+        dry, sizes = self._dry, [_group_size(shape, group) for group in schedule.groups]
+        pieces = [(dry.embed(), *size) for size in sizes]
+        for layer in range(self._n_layers):
+            pieces += [(dry.forward(layer, schedule.levels[layer]), *size) for size in sizes]
+        if shape.logits:
+            for one in shape.micro_batches:
+                for tokens in cut_tokens(one.size, self._dry.adapter.vocab_size):
+                    pieces.append((dry.head(False, False), tokens, 1))
+        wants_dx = shape.first_layer < self._n_layers
+        for chunk in head_chunks(shape, self._dry.adapter.vocab_size):
+            pieces.append((dry.head(True, wants_dx), chunk, 1))
+        for layer in range(self._n_layers - 1, shape.first_layer - 1, -1):
+            piece = dry.backward(layer, schedule.levels[layer], layer > shape.first_layer)
+            pieces += [(piece, *size) for size in sizes]
+        return pieces
+
+    def _evaluation(self, tokens: int, row_tokens: int, chunks: tuple[int, ...]) -> Trace:
+        """The accesses of a forward pass over ``tokens`` in rows of ``row_tokens``, with the head over ``chunks`` of
+        tokens."""
+        dry = self._dry
+        pieces = [(dry.embed(), tokens, row_tokens)]
+        pieces += [(dry.forward(layer, Level.RECOMPUTE), tokens, row_tokens) for layer in range(self._n_layers)]
+        pieces += [(dry.head(False, False), chunk, 1) for chunk in chunks]
+        return _trace(("evaluate", tokens, row_tokens, chunks), pieces)
+
+    # -- memory
+
+    def activation_bytes(self, shape: StepShape, schedule: StepSchedule) -> int:
+        """The most bytes of activations, kept products and graphs included, that a step holds at once."""
+        dry, n_layers = self._dry, self._n_layers
+        sizes = [_group_size(shape, group)[0] for group in schedule.groups]
+        boundary = dry.boundary
+        masks = sum(one.rows * one.tokens**2 for one in shape.micro_batches)
+        shared = masks + sum(dry.context.at(n) for n in sizes)
+        alive = shared + sum(boundary.at(n) for n in sizes)
+        peak = alive
+        left: dict[tuple[int, int], float] = {}
+        for layer in range(n_layers):
+            cost = dry.forward(layer, schedule.levels[layer]).cost
+            for group, n in enumerate(sizes):
+                peak = max(peak, alive + cost.peak.at(n))
+                left[layer, group] = cost.left.at(n) if layer >= shape.first_layer else 0.0
+                alive += left[layer, group]
+        wants_dx = shape.first_layer < n_layers
+        gradients = sum(boundary.at(n) for n in sizes) if wants_dx else 0.0
+        for tokens in head_chunks(shape, dry.adapter.vocab_size):
+            peak = max(peak, alive + gradients + dry.head(True, wants_dx).cost.peak.at(tokens) + boundary.at(tokens))
+        alive += gradients
+        for layer in range(n_layers - 1, shape.first_layer - 1, -1):
+            cost = dry.backward(layer, schedule.levels[layer], layer > shape.first_layer).cost
+            for group, n in enumerate(sizes):
+                peak = max(peak, alive + cost.peak.at(n))
+                alive -= left[layer, group]
+        if shape.logits:
+            peak += 4 * shape.tokens * dry.adapter.vocab_size
+        return int(peak)
+
+    def evaluation_bytes(self, tokens: int, row_tokens: int) -> int:
+        """The most bytes that a forward pass without gradients holds at once."""
+        dry = self._dry
+        alive = dry.context.at(tokens) + dry.boundary.at(tokens) + tokens * row_tokens
+        blocks = max(
+            (dry.forward(layer, Level.RECOMPUTE).cost.peak.at(tokens) for layer in range(self._n_layers)), default=0
+        )
+        head = dry.head(False, False).cost.peak.at(min(tokens, chunk_tokens(dry.adapter.vocab_size)))
+        return int(alive + max(blocks, head))
+
+
+class Scheduler:
+    """Chooses schedules that hold at most ``activation_bytes`` (None: no limit).
+
+    ``recompute``: True and False force what blocks leave; None leaves it to the memory there is.
+    ``window_holds_layer``: when it does not, each group of micro-batches has a layer read again, so that one large
+    group is better.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        activation_bytes: int | None = None,
+        recompute: bool | None = None,
+        window_holds_layer: bool = True,
+    ) -> None:
+        self.costs = costs
+        self._limit = math.inf if activation_bytes is None else activation_bytes
+        self._recompute = recompute
+        self._enough_tokens = ENOUGH_TOKENS if window_holds_layer else 1 << 62
+        self.choose = lru_cache(maxsize=64)(self._choose)
+        self.trace = lru_cache(maxsize=64)(costs.trace)
+
+    def _choose(self, shape: StepShape) -> StepSchedule:
+        """The schedule of a step: the largest useful groups that fit, then as little recomputation as fits."""
+        for groups in self._groupings(shape):
+            choices = self.choices(shape, groups)
+            if self._fits(shape, choices[0]):
+                break
+        fitting = bisect_left(choices, True, key=lambda schedule: not self._fits(shape, schedule))
+        return choices[max(0, fitting - 1)]
+
+    def _fits(self, shape: StepShape, schedule: StepSchedule) -> bool:
+        return self.costs.activation_bytes(shape, schedule) <= self._limit
+
+    def choices(self, shape: StepShape, groups: Groups) -> list[StepSchedule]:
+        """From recomputing everything to keeping all graphs, each holding more than the one before: products first,
+        which cost least memory for the time they save, from the last layer on."""
+        n_layers = self.costs.n_layers
+        levels = [Level.RECOMPUTE] * n_layers
+        trained = list(range(n_layers - 1, shape.first_layer - 1, -1))
+        if trained and len(groups) == 1:
+            # The last block's gradient comes next: its graph is made anyway.
+            levels[trained.pop(0)] = Level.GRAPH
+        found = [StepSchedule(groups, tuple(levels))]
+        for level in (Level.KEEP, Level.GRAPH):
+            for layer in trained:
+                levels[layer] = level
+                found.append(StepSchedule(groups, tuple(levels)))
+        if self._recompute is not None:
+            found = found[:1] if self._recompute else found[-1:]
+        return found
+
+    def _groupings(self, shape: StepShape) -> Iterator[Groups]:
+        """From few large groups to one for each micro-batch."""
+        sizes = [one.size for one in shape.micro_batches]
+        most = min(self._enough_tokens, sum(sizes))
+        while True:
+            groups = _pack(sizes, most)
+            yield groups
+            if len(groups) == len(sizes):
+                return
+            most //= 2
+
+
+def _pack(sizes: Sequence[int], most: int) -> Groups:
+    """Neighbours together, up to ``most`` tokens."""
+    groups: list[list[int]] = []
+    room = 0
+    for index, size in enumerate(sizes):
+        if not groups or size > room:
+            groups.append([])
+            room = most
+        groups[-1].append(index)
+        room -= size
+    return tuple(map(tuple, groups))
+
+
+def _trace(key: Hashable, pieces: Iterable[tuple[Piece, int, int]]) -> Trace:
+    accesses: list[int] = []
+    work: list[Work] = []
+    for piece, tokens, row_tokens in pieces:
+        accesses += piece.accesses
+        work += piece.work(tokens, row_tokens)
+    return Trace(key, tuple(accesses), tuple(work))
+
+
+def _group_size(shape: StepShape, group: Sequence[int]) -> tuple[int, int]:
+    """Tokens of a group, and of the row that the average one of them stands in."""
+    members = [shape.micro_batches[index] for index in group]
+    tokens = sum(one.size for one in members)
+    return tokens, round(sum(one.size * one.tokens for one in members) / max(1, tokens))
+
+
+def head_chunks(shape: StepShape, vocab_size: int) -> list[int]:
+    """Tokens that are projected together, chunk by chunk."""
+    chunks = cut_head([one.n_targets for one in shape.micro_batches], vocab_size)
+    return [sum(piece.tokens for piece in pieces) for pieces in chunks]

@@ -1,0 +1,185 @@
+"""From a model, its options and a machine to the memory of a run and what its steps will take, before a weight is
+read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from lema.config import LemaConfig, MemoryStrategy
+from lema_core.budgets import parse_amount
+from lema_core.device import Device
+from lema_core.errors import BudgetError
+from lema_core.memory import process_memory_limit, rss_bytes
+from lema_core.planning.hardware import Hardware
+from lema_core.planning.predict import StepPrediction, predict_step, steady_step
+from lema_core.plugins import get_plugin_manager
+from lema_core.runtime.schedule import Scheduler, StepCosts, StepSchedule, StepShape
+from lema_core.store.budget import BudgetPlan, BudgetRequest, StepChoice
+from lema_core.store.model import StreamedModel, WindowSizes
+from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE
+
+#: bytes a trained number takes beside itself: its gradient and two moments
+_GRADIENT_BYTES, _MOMENT_BYTES = 4, 8
+#: what an interpreter with torch and lema holds on a machine that is only thought of
+_INTERPRETER_BYTES = 300_000_000
+#: what a CUDA context takes of device memory
+_CONTEXT_BYTES = 500_000_000
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run may use. ``ram_held``: what the process has already. ``device_free``: None where the device shares
+    RAM."""
+
+    ram_limit: int
+    ram_source: str
+    ram_held: int
+    device_free: int | None
+    rates: Hardware
+
+    @property
+    def shares_ram(self) -> bool:
+        return self.device_free is None
+
+
+def this_machine(config: LemaConfig, device: Device, rates: Hardware) -> Machine:
+    """What the process that asks may use, within the config's hard caps."""
+    limit = process_memory_limit()
+    ram = parse_amount(config.ram_budget, limit.bytes, "ram_budget")
+    bound = ram is not None and ram <= limit.bytes
+    free = None
+    if not device.shares_ram:
+        free = device.free_bytes()
+        device_limit = parse_amount(config.device_budget, free, "device_budget")
+        free = free if device_limit is None else min(device_limit, free)
+    return Machine(
+        ram if bound else limit.bytes,
+        f"ram_budget={config.ram_budget}" if bound else limit.source,
+        rss_bytes(),
+        free,
+        rates,
+    )
+
+
+def named_machine(config: LemaConfig, rates: Hardware) -> Machine:
+    """A machine known by its figures only, within the config's hard caps."""
+    ram = parse_amount(config.ram_budget, rates.ram_bytes, "ram_budget") or rates.ram_bytes
+    free = None
+    if rates.device_bytes is not None:
+        free = rates.device_bytes - _CONTEXT_BYTES
+        free = min(free, parse_amount(config.device_budget, free, "device_budget") or free)
+    return Machine(min(ram, rates.ram_bytes), f"RAM of {rates.name}", _INTERPRETER_BYTES, free, rates)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is computed: ``costs`` of its pieces, the ``shape`` of its steps (None: nothing is trained), rows and tokens
+    of its largest micro-batch, and how many numbers are trained."""
+
+    model: StreamedModel
+    costs: StepCosts
+    shape: StepShape | None
+    rows: int
+    tokens: int
+    trained_numbers: int
+
+
+class RunPlan:
+    """How memory is shared out on ``machine`` and how steps will run. Raises BudgetError when a run cannot fit."""
+
+    def __init__(self, config: LemaConfig, machine: Machine, work: Workload) -> None:
+        self.machine = machine
+        self.work = work
+        self._config = config
+        self.budget = self._share()
+        self.sizes: WindowSizes = work.model.sizes(self.budget.ram, self.budget.device, machine.shares_ram)
+        self.prefetch_distance = config.prefetch_distance or DEFAULT_PREFETCH_DISTANCE
+        self.scheduler = self._scheduler(self.budget.activations)
+
+    @property
+    def near_slots(self) -> int:
+        return self.sizes.ram_slots if self.machine.shares_ram else self.sizes.device_slots
+
+    @property
+    def states_bytes(self) -> int:
+        """Gradients and moments of what is trained."""
+        return (_GRADIENT_BYTES + _MOMENT_BYTES) * self.work.trained_numbers
+
+    def _scheduler(self, activation_bytes: int) -> Scheduler:
+        # One slot more, for what comes next.
+        holds_layer = self.near_slots > self.work.model.layout.largest_layer
+        return Scheduler(self.work.costs, activation_bytes, self._config.gradient_checkpointing, holds_layer)
+
+    def _choices(self) -> tuple[StepChoice, ...]:
+        work, rates = self.work, self.machine.rates
+        if work.shape is None:
+            return (StepChoice(work.costs.evaluation_bytes(work.rows * work.tokens, work.tokens), 0.0),)
+        scheduler = Scheduler(work.costs, None, self._config.gradient_checkpointing)
+        groups = scheduler.choose(work.shape).groups
+        return tuple(
+            StepChoice(work.costs.activation_bytes(work.shape, schedule), self._compute_s(schedule, rates))
+            for schedule in scheduler.choices(work.shape, groups)
+        )
+
+    def _compute_s(self, schedule: StepSchedule, rates: Hardware) -> float:
+        return sum(
+            rates.product_s(piece.flops, piece.tokens) + piece.touched_bytes / rates.memory_bytes_per_s
+            for piece in self.work.costs.trace(self.work.shape, schedule).work
+        )
+
+    def _share(self) -> BudgetPlan:
+        c, m, model = self._config, self.machine, self.work.model
+        device_total = m.ram_limit if m.shares_ram else m.device_free
+        self._check_caps(device_total)
+        activations = [
+            parse_amount(c.activations_vram, device_total, "activations_vram"),
+            parse_amount(c.activations_ram, m.ram_limit, "activations_ram") if m.shares_ram else None,
+        ]
+        request = BudgetRequest(
+            total=model.total_bytes,
+            smallest=model.smallest_bytes,
+            ram_limit=m.ram_limit,
+            ram_source=m.ram_source,
+            ram_held=m.ram_held,
+            ram_step=self.states_bytes if m.shares_ram else 0,
+            device_free=m.device_free,
+            device_step=0 if m.shares_ram else self.states_bytes,
+            weights_ram=parse_amount(c.weights_ram, m.ram_limit, "weights_ram"),
+            weights_vram=parse_amount(c.weights_vram, device_total, "weights_vram"),
+            resident=c.strategy is MemoryStrategy.RESIDENT,
+            choices=self._choices(),
+            activations=min((a for a in activations if a is not None), default=None),
+            read_bytes_per_s=m.rates.disk_bytes_per_s if m.shares_ram else m.rates.link_bytes_per_s,
+        )
+        return get_plugin_manager().hook.lema_plan_budget(request=request)
+
+    def _check_caps(self, device_total: int) -> None:
+        """Gradients and moments of LoRA weights stay where they are computed with: a cap below them cannot be kept."""
+        where = ("vram", "ram") if self.machine.shares_ram else ("vram",)
+        for stream, nbytes in (("opt_state", _MOMENT_BYTES), ("grad_acc", _GRADIENT_BYTES)):
+            needed = nbytes * self.work.trained_numbers
+            for tier in where:
+                option = f"{stream}_{tier}"
+                total = self.machine.ram_limit if tier == "ram" else device_total
+                given = parse_amount(getattr(self._config, option), total, option)
+                if given is not None and given < needed:
+                    raise BudgetError(
+                        f"{option}: {given:,} bytes are given, {needed:,} are needed for {self.work.trained_numbers:,} "
+                        f"trained numbers; raise {option}, or lower lora_rank"
+                    )
+
+    # -- prediction
+
+    @cached_property
+    def schedule(self) -> StepSchedule:
+        """Of a step of the expected shape."""
+        return self.scheduler.choose(self.work.shape)
+
+    @cached_property
+    def prediction(self) -> StepPrediction:
+        """Time and traffic of a step of the expected shape, once steps like it went before."""
+        trace = self.work.costs.trace(self.work.shape, self.schedule)
+        far_slots = None if self.machine.shares_ram else self.sizes.ram_slots
+        steady = steady_step(trace, self.near_slots, far_slots, self.prefetch_distance)
+        return predict_step(trace, steady.plan, self.work.model.layout.granules, self.machine.rates)
