@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 
 from lema_core.errors import CheckpointError
-from lema_core.store.granules import SECTOR_BYTES, Granule
-
-_REQUEST_BYTES = 8 << 20
+from lema_core.store.granules import Granule, Read
+from lema_core.store.reads import PythonReads, Range, Reads
 
 
 class DiskReader:
     """Reads with O_DIRECT; a file system without it is read through the page cache, which is dropped behind the read.
 
-    ``buffered_files`` names the files read the second way. Safe to use from several threads.
+    ``reads`` moves the bytes. ``buffered_files`` names the files read the second way. Safe to use from several threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reads: Reads | None = None) -> None:
+        self._reads = reads or PythonReads()
         self._files: dict[Path, int] = {}
         self._retired: list[int] = []
         self._lock = Lock()
@@ -29,59 +30,56 @@ class DiskReader:
     def read_granule(self, granule: Granule, slot: memoryview) -> None:
         """Fill ``slot`` (at least granule.nbytes, aligned to SECTOR_BYTES). Raises CheckpointError naming tensors and
         file."""
-        for read in granule.reads:
-            target = slot[read.slot_offset : read.slot_offset + read.nbytes]
-            self.read(read.path, read.file_offset, target, read.needed_bytes, granule.names)
+        self._fill(granule.reads, slot, granule.names)
 
     def read(self, path: Path, offset: int, target: memoryview, needed_bytes: int, names: tuple[str, ...]) -> None:
         """Fill ``target`` from ``offset`` on; at least ``needed_bytes`` must be there, the rest may lie past the file's
         end."""
-        file = self._open(path)
-        done = 0
-        while done < needed_bytes:
-            try:
-                count = os.preadv(file, [target[done : done + _REQUEST_BYTES]], offset + done)
-            except OSError as error:
-                if error.errno == errno.EINVAL and path not in self.buffered_files:
-                    file = self._reopen_buffered(path)
-                    continue
-                raise CheckpointError(
-                    f"{path}: cannot read {shown(names)} at byte {offset + done}: {error.strerror}"
-                ) from error
-            done += count
-            at_end = count == 0 or (count % SECTOR_BYTES and path not in self.buffered_files)
-            if at_end and done < needed_bytes:
-                raise CheckpointError(
-                    f"{path}: cut while in use: {shown(names)} needs bytes up to {offset + needed_bytes}, "
-                    f"the file ends at {offset + done}; download it again"
-                )
-        if path in self.buffered_files and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file, offset, len(target), os.POSIX_FADV_DONTNEED)
-        with self._lock:
-            self.bytes_read += done
+        self._fill([Read(path, offset, len(target), needed_bytes, 0)], target, names)
 
-    def _open(self, path: Path) -> int:
+    def _fill(self, wanted: Sequence[Read], slot: memoryview, names: tuple[str, ...]) -> None:
+        while wanted:
+            ranges = [self._range(read, slot) for read in wanted]
+            self._reads.read(ranges)
+            complete = next((i for i, each in enumerate(ranges) if not each.complete), len(ranges))
+            with self._lock:
+                self.bytes_read += sum(each.done_bytes for each in ranges[:complete])
+            wanted = wanted[complete:]
+            if wanted:
+                failed = ranges[complete]
+                if failed.error != errno.EINVAL or not failed.direct:
+                    raise _failure(wanted[0], failed, names)
+                self._reopen_buffered(wanted[0].path)
+
+    def _range(self, read: Read, slot: memoryview) -> Range:
+        target = slot[read.slot_offset : read.slot_offset + read.nbytes]
+        file, direct = self._open(read.path)
+        return Range(file, read.file_offset, target, read.needed_bytes, direct)
+
+    def _open(self, path: Path) -> tuple[int, bool]:
+        """The descriptor of a file, and whether it bypasses the page cache."""
         with self._lock:
             if path not in self._files:
+                direct = getattr(os, "O_DIRECT", 0)
                 try:
-                    self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+                    file = os.open(path, os.O_RDONLY | direct)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
-                        raise CheckpointError(f"{path}: cannot open: {error.strerror}") from error
-                    self._files[path] = os.open(path, os.O_RDONLY)
+                        raise _cannot_open(path, error) from error
+                    file, direct = _open_buffered(path), 0
+                self._files[path] = file
+                if not direct:
                     self.buffered_files.add(path)
-                if not hasattr(os, "O_DIRECT"):
-                    self.buffered_files.add(path)
-            return self._files[path]
+            return self._files[path], path not in self.buffered_files
 
-    def _reopen_buffered(self, path: Path) -> int:
+    def _reopen_buffered(self, path: Path) -> None:
         with self._lock:
             if path not in self.buffered_files:
+                file = _open_buffered(path)
                 # Another thread may be reading from the first descriptor.
                 self._retired.append(self._files[path])
-                self._files[path] = os.open(path, os.O_RDONLY)
+                self._files[path] = file
                 self.buffered_files.add(path)
-            return self._files[path]
 
     def close(self) -> None:
         with self._lock:
@@ -89,6 +87,27 @@ class DiskReader:
                 os.close(self._files.popitem()[1])
             while self._retired:
                 os.close(self._retired.pop())
+
+
+def _open_buffered(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise _cannot_open(path, error) from error
+
+
+def _cannot_open(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}: cannot open: {error.strerror}")
+
+
+def _failure(read: Read, done: Range, names: tuple[str, ...]) -> CheckpointError:
+    reached = read.file_offset + done.done_bytes
+    if done.error:
+        return CheckpointError(f"{read.path}: cannot read {shown(names)} at byte {reached}: {os.strerror(done.error)}")
+    return CheckpointError(
+        f"{read.path}: cut while in use: {shown(names)} needs bytes up to {read.file_offset + read.needed_bytes}, "
+        f"the file ends at {reached}; download it again"
+    )
 
 
 def shown(names: tuple[str, ...]) -> str:
