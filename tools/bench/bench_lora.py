@@ -1,7 +1,7 @@
 """LoRA on the 1.1 B shape, streamed from disk inside capped control groups, against transformers + PEFT.
 
-r=16 on all linears, one sequence of 256 tokens, fp32 compute; lema is given no memory option: it sees the group's limit.
-Each side is a process of its own; they take turns step by step, timed from outside; the model's cached pages are
+r=16 on all linears, one sequence of 256 tokens, fp32 compute; lema is given no memory option: it sees the group's
+limit. Each side is a process of its own; they take turns step by step, timed from outside; the model's cached pages are
 dropped first and lema reads past the page cache. What is compared:
 
     caps           2.0 GB and 1.25 GB against PEFT without checkpointing and against lema with everything resident

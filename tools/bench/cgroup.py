@@ -24,19 +24,18 @@ class Cgroup:
         self.memory = (_ROOT / "memory" if self.v1 else _ROOT) / name
         self.reads = (_ROOT / "blkio" if self.v1 else _ROOT) / name
         self.missing: set[str] = set()
+        self._disk = ""
 
     @classmethod
     @contextmanager
-    def create(
-        cls, limit_bytes: int | None = None, read_bytes_per_s: int | None = None, read_from: Path | None = None
-    ) -> Iterator[Cgroup]:
-        """A group without swap, whose memory is at most ``limit_bytes`` and that reads the disk of ``read_from`` at
-        most so fast. None: counted, not capped."""
+    def create(cls, limit_bytes: int | None = None, read_from: Path | None = None) -> Iterator[Cgroup]:
+        """A group without swap, whose memory is at most ``limit_bytes``; None: counted, not capped. Reads of the disk
+        that holds ``read_from`` are counted, see :meth:`limit_reads`."""
         group = cls(f"lema-bench-{os.getpid()}-{next(_numbers)}")
         try:
             group._make_memory(limit_bytes)
             if read_from is not None:
-                group._make_reads(read_from, read_bytes_per_s)
+                group._make_reads(read_from)
             yield group
         finally:
             group._remove()
@@ -55,18 +54,22 @@ class Cgroup:
         except OSError as error:
             self._lacks("memory", f"no memory cap here ({error}); the run is uncapped")
 
-    def _make_reads(self, read_from: Path, read_bytes_per_s: int | None) -> None:
+    def _make_reads(self, read_from: Path) -> None:
         try:
-            disk = disk_number(read_from)
+            self._disk = disk_number(read_from)
             self.reads.mkdir(exist_ok=True)
             if not self.v1:
                 (_ROOT / "cgroup.subtree_control").write_text("+io")
-            if read_bytes_per_s is not None:
-                file = "blkio.throttle.read_bps_device" if self.v1 else "io.max"
-                rate = f"{read_bytes_per_s}" if self.v1 else f"rbps={read_bytes_per_s}"
-                (self.reads / file).write_text(f"{disk} {rate}")
+            self.limit_reads(None)
         except OSError as error:
             self._lacks("reads", f"no limit on reads here ({error})")
+
+    def limit_reads(self, bytes_per_s: int | None) -> None:
+        """From now on the group reads at most so fast, O_DIRECT or not; None: as fast as it can."""
+        if "reads" not in self.missing:
+            file, rate = ("blkio.throttle.read_bps_device", "") if self.v1 else ("io.max", "rbps=")
+            most = bytes_per_s if bytes_per_s is not None else 0 if self.v1 else "max"
+            (self.reads / file).write_text(f"{self._disk} {rate}{most}")
 
     def _lacks(self, what: str, text: str) -> None:
         self.missing.add(what)

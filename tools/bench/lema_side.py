@@ -1,16 +1,24 @@
 """lema as a library user runs it; see side.py. Options: ``folder`` ``tokens`` ``rank``, and ``model`` (a name instead
-of the folder) ``rows`` ``modules`` ``threads`` ``config`` (further LemaConfig fields) ``dry`` (plan, never step)."""
+of the folder) ``rows`` ``modules`` ``threads`` ``config`` (further LemaConfig fields) ``paced_bytes_per_s`` (reads go
+no faster, where no control group sees to it)."""
 
 from __future__ import annotations
 
+import time
+from threading import Lock
 from typing import Any
+
+from side import serve, token_ids
 
 from lema import LemaConfig, LemaModel
 from lema_core.memory import anonymous_bytes
-from side import serve, token_ids
+from lema_core.store.disk import DiskReader
+from lema_core.store.granules import Granule
 
 
 def open_model(options: dict[str, Any]):
+    if options.get("paced_bytes_per_s"):
+        pace(options["paced_bytes_per_s"])
     config = LemaConfig(
         model_name_or_path=options.get("model", options["folder"]),
         lora_rank=options["rank"],
@@ -34,13 +42,29 @@ def open_model(options: dict[str, Any]):
 
 
 def _weights(model: LemaModel) -> dict[str, int]:
-    """Bytes of all that streams, of the window, and of a granule."""
-    layout = model.runner.store.model.layout
+    """Bytes of all that streams, of the slots it streams through, and of one slot."""
+    store = model.runner.store
+    layout = store.model.layout
     return {
         "weights_bytes": sum(granule.nbytes for granule in layout.granules),
-        "window_bytes": model.stats()["weights"].ram_window_bytes,
+        "slots_bytes": store.sizes.ram_slots * layout.slot_bytes,
         "granule_bytes": layout.slot_bytes,
     }
+
+
+def pace(bytes_per_s: float) -> None:
+    """Let the store's reads of granules take as long as a disk of that speed would need for them."""
+    read_granule, lock, free_at = DiskReader.read_granule, Lock(), time.perf_counter()
+
+    def paced(reader: DiskReader, granule: Granule, slot: memoryview) -> None:
+        nonlocal free_at
+        with lock:
+            free_at = max(free_at, time.perf_counter()) + granule.nbytes / bytes_per_s
+            due = free_at
+        read_granule(reader, granule, slot)
+        time.sleep(max(0.0, due - time.perf_counter()))
+
+    DiskReader.read_granule = paced
 
 
 if __name__ == "__main__":

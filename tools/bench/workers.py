@@ -13,9 +13,9 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from cgroup import Cgroup
 
@@ -36,16 +36,18 @@ class ChildFailed(Exception):
 class Worker:
     """``lema_side.py`` or ``peft_side.py`` at the other end of two pipes. Made by :func:`worker`."""
 
-    def __init__(self, side: str, options: dict[str, Any], group: Cgroup, timeout_s: float | None) -> None:
+    def __init__(
+        self, side: str, options: dict[str, Any], group: Cgroup, errors: IO[str], timeout_s: float | None
+    ) -> None:
         self.side = side
         self.group = group
         self.timeout_s = timeout_s
-        self._errors = tempfile.TemporaryFile("w+")
+        self._errors = errors
         self._process = subprocess.Popen(
             [sys.executable, str(_HERE / f"{side}_side.py"), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stderr=errors,
             text=True,
             preexec_fn=group.enter,
             env={**os.environ, **ENVIRONMENT[side]},
@@ -62,11 +64,9 @@ class Worker:
         ``group_read_bytes``, what the kernel read from the disk for it."""
         read = self.group.disk_read_bytes()
         started = time.perf_counter()
-        try:
+        with suppress(BrokenPipeError):  # it is gone; _answer says why
             self._process.stdin.write("step\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it is gone; _answer says why
         row = self._answer()
         row["outside_s"] = time.perf_counter() - started
         row["group_read_bytes"] = self.group.disk_read_bytes() - read
@@ -89,11 +89,9 @@ class Worker:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._errors):
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                pass
+        self._process.stdout.close()
+        with suppress(BrokenPipeError):  # a last line that nobody read
+            self._process.stdin.close()
 
 
 @contextmanager
@@ -105,17 +103,25 @@ def worker(
     timeout_s: float | None = None,
 ) -> Iterator[Worker]:
     """A child in a group of its own, model loaded, no step done. The model's and torch's cached pages are dropped
-    first: reads come from the disk, and the group is charged for the libraries that it maps.
+    first: reads come from the disk, and the group is charged for the libraries that it maps. ``read_bytes_per_s`` holds
+    from the first step on.
 
     Raises ChildFailed, then and at each step.
     """
     folder = Path(options["folder"])
     drop_cached_pages(folder)
     drop_cached_pages(Path(sysconfig.get_path("platlib")) / "torch/lib")
-    with Cgroup.create(cap_bytes, read_bytes_per_s, read_from=folder) as group:
-        made = Worker(side, options, group, timeout_s)
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        Cgroup.create(cap_bytes, read_from=folder) as group,
+    ):
+        if "reads" in group.missing and read_bytes_per_s is not None:
+            print(f"the {side} child paces its own reads instead", flush=True)
+            options = {**options, "paced_bytes_per_s": read_bytes_per_s}
+        made = Worker(side, options, group, errors, timeout_s)
         try:
             made.wait_until_ready()
+            group.limit_reads(read_bytes_per_s)
             yield made
         finally:
             made.close()
