@@ -27,6 +27,8 @@ COMMON = (
     "-fvisibility=hidden",
     "-fno-exceptions",
     "-fno-rtti",
+    # a multiply-add is fused where the code says so, and nowhere else
+    "-ffp-contract=off",
     "-pthread",
     "-Wall",
     "-Wextra",

@@ -84,6 +84,38 @@ LEMA_API int64_t lema_linear_packed_bytes(int64_t k, int64_t n);
 LEMA_API int32_t lema_linear_pack(const float *x, int64_t x_stride, int64_t k, int64_t n, float *packed, int32_t apart,
                                   int32_t threads);
 
+/* ---- Elementwise operations. All matrices are fp32 and contiguous, at any address; results overlap nothing, but what is
+   updated. C features, N tokens, F elements. Every element follows from its own token alone, by the same operations
+   wherever it lies and however many threads compute: they are those of plain torch, in its order. */
+
+/* y_CN = x_CN * rstd_N * weight_C with rstd_N = 1 / sqrt(mean over C of x^2 + eps). */
+LEMA_API int32_t lema_rms_norm(const float *x, const float *weight, int64_t features, int64_t n, float eps, float *y,
+                               float *rstd, int32_t threads);
+
+/* dx_CN for a frozen weight, from the rstd_N of the forward pass. */
+LEMA_API int32_t lema_rms_norm_gradient(const float *dy, const float *x, const float *weight, const float *rstd,
+                                        int64_t features, int64_t n, float *dx, int32_t threads);
+
+/* out_F = silu(gate_F) * up_F. */
+LEMA_API int32_t lema_silu_product(const float *gate, const float *up, int64_t count, float *out, int32_t threads);
+
+LEMA_API int32_t lema_silu_product_gradient(const float *dy, const float *gate, const float *up, int64_t count,
+                                            float *d_gate, float *d_up, int32_t threads);
+
+/* x, y [heads, 2 * half, N]; cos, sin [half, N]: the halves (a, b) of each head become (a cos - b sin, b cos + a sin), or
+   with the sine's sign turned when `inverse` is not 0. */
+LEMA_API int32_t lema_rotate(const float *x, const float *cos, const float *sin, int64_t heads, int64_t half, int64_t n,
+                             int32_t inverse, float *y, int32_t threads);
+
+/* AdamW: exp_avg += rate1 * (grad - exp_avg); exp_avg_sq = beta2 * exp_avg_sq + rate2 * grad^2 ... */
+LEMA_API int32_t lema_adamw_moments(const float *grad, float *exp_avg, float *exp_avg_sq, int64_t count, float rate1,
+                                    float beta2, float rate2, int32_t threads);
+
+/* ... and, with root = sqrt(exp_avg_sq) from torch, whose square root may be a unit off in the last place:
+   param = keep * param + step * exp_avg / (root / correction + eps). */
+LEMA_API int32_t lema_adamw_descend(float *param, const float *exp_avg, const float *root, int64_t count, float keep,
+                                    float correction, float eps, float step, int32_t threads);
+
 #ifdef __cplusplus
 }
 #endif

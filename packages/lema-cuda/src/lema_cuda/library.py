@@ -17,7 +17,7 @@ DISABLE_VARIABLE = "LEMA_DISABLE_NATIVE"
 #: LEMA_ABI_VERSION of the header that this file was written for
 ABI_VERSION = 2
 
-_address, _int32, _int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_address, _int32, _int64, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "lema_cpu_missing": (ctypes.c_char_p, ()),
     "lema_linear_scratch_bytes": (_int64, (_address,)),
@@ -27,7 +27,17 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
         _int32,
         (_address, _int64, _int64, _int64, _address, _int32, _int32),
     ),
+    "lema_rms_norm": (_int32, (_address, _address, _int64, _int64, _float, _address, _address, _int32)),
+    "lema_rms_norm_gradient": (_int32, (*[_address] * 4, _int64, _int64, _address, _int32)),
+    "lema_silu_product": (_int32, (_address, _address, _int64, _address, _int32)),
+    "lema_silu_product_gradient": (_int32, (*[_address] * 3, _int64, _address, _address, _int32)),
+    "lema_rotate": (_int32, (*[_address] * 3, *[_int64] * 3, _int32, _address, _int32)),
+    "lema_adamw_moments": (_int32, (*[_address] * 3, _int64, *[_float] * 3, _int32)),
+    "lema_adamw_descend": (_int32, (*[_address] * 3, _int64, *[_float] * 4, _int32)),
 }
+
+#: enum lema_error
+_ERRORS = {1: "a bad argument", 2: "too little scratch", 3: "a CPU feature that is missing"}
 
 
 @cache
@@ -47,6 +57,12 @@ def open_library() -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def raise_for(error: int) -> None:
+    """Raises PluginError for what a function of the library returned, but for 0."""
+    if error:
+        raise PluginError(f"cpp kernel: liblema refused a call: {_ERRORS.get(error, error)}")
 
 
 def refusals() -> list[str]:
