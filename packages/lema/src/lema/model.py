@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lema_core.checkpoint import bind_tensors, read_generation_config, read_hf_c
 from lema_core.device import Device, open_device
 from lema_core.errors import CheckpointError, ConfigError, PluginError
 from lema_core.memory import process_memory_limit
-from lema_core.planning.hardware import Hardware
+from lema_core.planning.flight import FlightCheck, flight_check
 from lema_core.plugins import get_plugin_manager
 from lema_core.records import Kernel, load_object
 from lema_core.runtime.batch import TokenBatch
@@ -71,6 +72,7 @@ class LemaModel:
         self.run_plan: RunPlan | None = None
         self._runner: ModelRunner | None = None
         self._tokenizer: Tokenizer | None = None
+        self._flight: FlightCheck | None = None
         self._longest = config.max_seq_length
 
     # -- LoRA weights
@@ -287,14 +289,21 @@ class LemaModel:
         need."""
         self._longest = min(longest, self.config.max_seq_length)
 
-    @property
-    def rates(self) -> Hardware:
-        return Hardware("assumed", 0, None, 7e8, None, 8e9, ((1, 4e9), (64, 1e11)), "float32", 2e-5, "assumed")
+    def flight_check(self, refresh: bool = False, say: Callable[[str], None] = lambda text: None) -> FlightCheck:
+        """What this machine does with this model's file and kernel, measured once (about two seconds) and kept;
+        ``refresh`` measures again."""
+        if self._flight is None or refresh:
+            reads = [read for granule in self._model.layout.granules for read in granule.reads]
+            largest = max(reads, key=lambda read: read.nbytes).path
+            kernel, name = load_object(self.kernel.impl)(), f"{self.kernel.name} {version(_package_of(self.kernel))}"
+            dtype = self._model.matrix_dtype
+            self._flight = flight_check(largest, self._device, kernel, dtype, name, refresh=refresh, say=say)
+        return self._flight
 
     def plan(self, machine: Machine | None = None) -> RunPlan:
         """How a run would use ``machine`` (default: this one), without reading a weight. Raises BudgetError when it
         cannot fit."""
-        machine = machine or this_machine(self.config, self._device, self.rates)
+        machine = machine or this_machine(self.config, self._device, self.flight_check())
         return RunPlan(self.config, machine, self._workload(machine))
 
     def _workload(self, machine: Machine) -> Workload:
@@ -338,6 +347,11 @@ class LemaModel:
     def _require_no_runner(self) -> None:
         if self._runner is not None:
             raise ConfigError("LoRA weights are put on a model before it first computes; open the model again")
+
+
+def _package_of(kernel: Kernel) -> str:
+    """The distribution that a kernel comes from, as first-party and other plugins name theirs."""
+    return kernel.impl.partition(".")[0].replace("_", "-")
 
 
 def _linear_kernel(backend: str, device_type: str) -> Kernel:

@@ -11,13 +11,15 @@ from lema_core.budgets import parse_amount
 from lema_core.device import Device
 from lema_core.errors import BudgetError
 from lema_core.memory import process_memory_limit, rss_bytes
+from lema_core.planning.flight import FlightCheck, propose
 from lema_core.planning.hardware import Hardware
-from lema_core.planning.predict import StepPrediction, predict_step, steady_step
+from lema_core.planning.predict import SteadyStep, StepPrediction, predict_step, steady_step
 from lema_core.plugins import get_plugin_manager
 from lema_core.runtime.schedule import Scheduler, StepCosts, StepSchedule, StepShape
 from lema_core.store.budget import BudgetPlan, BudgetRequest, StepChoice
 from lema_core.store.model import StreamedModel, WindowSizes
 from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE
+from lema_core.store.trace import Trace
 
 #: bytes a trained number takes beside itself: its gradient and two moments
 _GRADIENT_BYTES, _MOMENT_BYTES = 4, 8
@@ -30,36 +32,33 @@ _CONTEXT_BYTES = 500_000_000
 @dataclass(frozen=True)
 class Machine:
     """What a run may use. ``ram_held``: what the process has already. ``device_free``: None where the device shares
-    RAM."""
+    RAM. ``flight``: how ``rates`` were measured, None for a machine that is only thought of."""
 
     ram_limit: int
     ram_source: str
     ram_held: int
     device_free: int | None
     rates: Hardware
+    flight: FlightCheck | None = None
 
     @property
     def shares_ram(self) -> bool:
         return self.device_free is None
 
 
-def this_machine(config: LemaConfig, device: Device, rates: Hardware) -> Machine:
+def this_machine(config: LemaConfig, device: Device, flight: FlightCheck) -> Machine:
     """What the process that asks may use, within the config's hard caps."""
     limit = process_memory_limit()
+    ram_limit, source = limit.bytes, limit.source
     ram = parse_amount(config.ram_budget, limit.bytes, "ram_budget")
-    bound = ram is not None and ram <= limit.bytes
+    if ram is not None and ram <= limit.bytes:
+        ram_limit, source = ram, f"ram_budget={config.ram_budget}"
     free = None
     if not device.shares_ram:
         free = device.free_bytes()
         device_limit = parse_amount(config.device_budget, free, "device_budget")
         free = free if device_limit is None else min(device_limit, free)
-    return Machine(
-        ram if bound else limit.bytes,
-        f"ram_budget={config.ram_budget}" if bound else limit.source,
-        rss_bytes(),
-        free,
-        rates,
-    )
+    return Machine(ram_limit, source, rss_bytes(), free, flight.hardware, flight)
 
 
 def named_machine(config: LemaConfig, rates: Hardware) -> Machine:
@@ -94,8 +93,8 @@ class RunPlan:
         self._config = config
         self.budget = self._share()
         self.sizes: WindowSizes = work.model.sizes(self.budget.ram, self.budget.device, machine.shares_ram)
-        self.prefetch_distance = config.prefetch_distance or DEFAULT_PREFETCH_DISTANCE
         self.scheduler = self._scheduler(self.budget.activations)
+        self.prefetch_distance = config.prefetch_distance or self._proposed_distance()
 
     @property
     def near_slots(self) -> int:
@@ -110,6 +109,15 @@ class RunPlan:
         # One slot more, for what comes next.
         holds_layer = self.near_slots > self.work.model.layout.largest_layer
         return Scheduler(self.work.costs, activation_bytes, self._config.gradient_checkpointing, holds_layer)
+
+    def _proposed_distance(self) -> int:
+        if self.machine.flight is None or self.work.shape is None:
+            return DEFAULT_PREFETCH_DISTANCE
+        layout = self.work.model.layout
+        window_bytes = self.near_slots * layout.slot_bytes
+        return propose(
+            self.machine.flight, self.trace, layout.slot_bytes, layout.total_bytes, window_bytes
+        ).prefetch_distance
 
     def _choices(self) -> tuple[StepChoice, ...]:
         work, rates = self.work, self.machine.rates
@@ -177,9 +185,22 @@ class RunPlan:
         return self.scheduler.choose(self.work.shape)
 
     @cached_property
+    def trace(self) -> Trace:
+        """What such a step borrows and computes."""
+        return self.scheduler.trace(self.work.shape, self.schedule)
+
+    @cached_property
+    def _steady(self) -> SteadyStep:
+        far_slots = None if self.machine.shares_ram else self.sizes.ram_slots
+        return steady_step(self.trace, self.near_slots, far_slots, self.prefetch_distance)
+
+    @cached_property
     def prediction(self) -> StepPrediction:
         """Time and traffic of a step of the expected shape, once steps like it went before."""
-        trace = self.work.costs.trace(self.work.shape, self.schedule)
-        far_slots = None if self.machine.shares_ram else self.sizes.ram_slots
-        steady = steady_step(trace, self.near_slots, far_slots, self.prefetch_distance)
-        return predict_step(trace, steady.plan, self.work.model.layout.granules, self.machine.rates)
+        granules = self.work.model.layout.granules
+        return predict_step(self.trace, self._steady.plan, granules, self.machine.rates)
+
+    @property
+    def activation_bytes(self) -> int:
+        """The most that such a step holds of activations."""
+        return self.work.costs.activation_bytes(self.work.shape, self.schedule)
