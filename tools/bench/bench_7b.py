@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +100,24 @@ def _growth(
     cap_mb: int,
     resolution_mb: int,
 ) -> None:
-    found = {}
-    for count in layers:
-        folder = model if count == config["num_hidden_layers"] else first_layers(model, count, links / f"{count}")
-        found[count] = _smallest_group({**options, "folder": str(folder)}, count, cap_mb, resolution_mb)
     hidden = config["hidden_size"]
     kv_width = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
     lora = STATE_BYTES * options["rank"] * (2 * 2 * hidden + 2 * (hidden + kv_width))
     boundary = 4 * options["tokens"] * hidden
+    found: dict[int, int] = {}
+    for count in layers:
+        folder = model if count == config["num_hidden_layers"] else first_layers(model, count, links / f"{count}")
+        fewer = max(found, default=0)
+        low = found.get(fewer, 150) - resolution_mb
+        likely = low + round(1.5e-6 * (count - fewer) * (lora + boundary)) + 2 * resolution_mb
+        found[count] = _smallest_group(
+            {**options, "folder": str(folder)}, count, low, likely if fewer else None, cap_mb, resolution_mb
+        )
     print(
         f"of a layer: LoRA states {lora / 1e6:.2f} MB + boundary activations {boundary / 1e6:.2f} MB = "
         f"{(lora + boundary) / 1e6:.2f} MB"
     )
-    for fewer, more in [*zip(layers, layers[1:], strict=False), (layers[0], layers[-1])]:
+    for fewer, more in [*pairwise(layers), (layers[0], layers[-1])]:
         if fewer != more:
             growth = 1e6 * (found[more] - found[fewer]) / (more - fewer)
             ratio = growth / (lora + boundary)
@@ -122,8 +128,11 @@ def _growth(
             )
 
 
-def _smallest_group(options: dict[str, Any], layers: int, cap_mb: int, resolution_mb: int) -> int:
-    """MB of the smallest group that runs a whole step."""
+def _smallest_group(
+    options: dict[str, Any], layers: int, low_mb: int, likely_mb: int | None, cap_mb: int, resolution_mb: int
+) -> int:
+    """MB of the smallest group that runs a whole step. It is more than ``low_mb``, and no more than ``likely_mb`` if
+    the guess is good."""
 
     def opens(mb: int) -> bool:
         try:
@@ -134,7 +143,12 @@ def _smallest_group(options: dict[str, Any], layers: int, cap_mb: int, resolutio
                 raise SystemExit(f"{layers} layers in {mb} MB: {error}") from error
             return False
 
-    mb = smallest(opens, 150, max(1000, cap_mb), resolution_mb)
+    high_mb = max(1000, cap_mb)
+    if likely_mb is not None and opens(likely_mb):
+        high_mb = likely_mb
+    elif likely_mb is not None:
+        low_mb = likely_mb
+    mb = smallest(opens, low_mb, high_mb, resolution_mb)
     while True:
         try:
             with worker("lema", options, mb * 1_000_000) as child:
