@@ -9,6 +9,15 @@ from lema_core.hookspecs import hookimpl
 from lema_core.records import CheckpointSource, Kernel
 from lema_core.store.budget import BudgetPlan, BudgetRequest, plan_budget
 
+_REFERENCE = {
+    "linear": "lema_core.ops.linear:LinearKernel",
+    "elementwise": "lema_core.ops.elementwise:TorchElementwise",
+    "attention": "lema_core.ops.attention:TorchAttention",
+    "adamw": "lema_core.ops.adamw:TorchAdamW",
+    "read": "lema_core.store.reads:PythonReads",
+    "widen": "lema_core.ops.widen:widen",
+}
+
 
 @hookimpl
 def lema_checkpoint_sources() -> Iterable[CheckpointSource]:
@@ -19,14 +28,8 @@ def lema_checkpoint_sources() -> Iterable[CheckpointSource]:
 @hookimpl
 def lema_kernels() -> Iterable[Kernel]:
     """The plain-torch reference, which serves every device and is what other kernels are compared with."""
-    yield Kernel(
-        name="torch",
-        op="linear",
-        device_type="*",
-        impl="lema_core.ops.linear:LinearKernel",
-        priority=0,
-        unsupported=lambda request: [],
-    )
+    for op, impl in _REFERENCE.items():
+        yield Kernel("torch", op, "*", impl, priority=0, unsupported=lambda request: [])
 
 
 @hookimpl(trylast=True)

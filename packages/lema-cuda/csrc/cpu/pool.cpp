@@ -1,8 +1,9 @@
 #include "pool.h"
 
+#include "thread.h"
+
 #include <immintrin.h>
 #include <pthread.h>
-#include <signal.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -57,18 +58,6 @@ void *serve(void *argument) {
   return nullptr;
 }
 
-// A thread that no signal is delivered to: those are for Python's.
-bool start_thread(Pool &pool) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  pthread_t thread;
-  const bool made = pthread_create(&thread, nullptr, serve, &pool) == 0;
-  if (made) pthread_detach(thread);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return made;
-}
-
 // In a forked child the threads are gone and the locks are as they happened to be: it starts with a new pool.
 void forget() { current.store(nullptr); }
 
@@ -97,7 +86,7 @@ void run_in_pool(int threads, void (*body)(void *, int), void *context) {
   if (!mine.owns_lock()) return body(context, 0);
   {
     std::lock_guard<std::mutex> lock(pool.mutex);
-    while (pool.threads < threads - 1 && start_thread(pool)) ++pool.threads;
+    while (pool.threads < threads - 1 && start_thread(serve, &pool)) ++pool.threads;
     pool.body = body;
     pool.context = context;
     pool.places = threads - 1;

@@ -116,6 +116,30 @@ LEMA_API int32_t lema_adamw_moments(const float *grad, float *exp_avg, float *ex
 LEMA_API int32_t lema_adamw_descend(float *param, const float *exp_avg, const float *root, int64_t count, float keep,
                                     float correction, float eps, float step, int32_t threads);
 
+/* One contiguous piece of an open file. `direct`: the descriptor bypasses the page cache, which wants target, offset and
+   bytes in multiples of 4096. Only the first `needed_bytes` of `bytes` have to be there. lema_read() sets `done_bytes`,
+   of which the target holds the file's, and `error`, an errno; the file ends there where that is 0 and too little done. */
+struct lema_range {
+  void *target;
+  int64_t offset;
+  int64_t bytes;
+  int64_t needed_bytes;
+  int64_t done_bytes;
+  int32_t file;
+  int32_t direct;
+  int32_t error;
+};
+
+/* Reads all ranges, with up to `depth` (1 to 16) requests of `request_bytes` (a multiple of 4096) in flight.
+
+   Returns when nothing writes to a target any more: LEMA_OK, whatever the files said, or LEMA_BAD_ARGUMENT. Behind the
+   first range that is not complete nothing is promised. EINTR: a signal came, read again once it is handled. What came
+   through the page cache is dropped from it. Needs no CPU feature. */
+LEMA_API int32_t lema_read(struct lema_range *ranges, int64_t count, int64_t request_bytes, int32_t depth);
+
+/* out = source, widened to fp32. source: `dtype`, contiguous, at any address. */
+LEMA_API int32_t lema_widen(const void *source, int32_t dtype, int64_t count, float *out);
+
 #ifdef __cplusplus
 }
 #endif

@@ -23,10 +23,7 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "lema_linear_scratch_bytes": (_int64, (_address,)),
     "lema_linear": (_int32, (_address,)),
     "lema_linear_packed_bytes": (_int64, (_int64, _int64)),
-    "lema_linear_pack": (
-        _int32,
-        (_address, _int64, _int64, _int64, _address, _int32, _int32),
-    ),
+    "lema_linear_pack": (_int32, (_address, _int64, _int64, _int64, _address, _int32, _int32)),
     "lema_rms_norm": (_int32, (_address, _address, _int64, _int64, _float, _address, _address, _int32)),
     "lema_rms_norm_gradient": (_int32, (*[_address] * 4, _int64, _int64, _address, _int32)),
     "lema_silu_product": (_int32, (_address, _address, _int64, _address, _int32)),
@@ -34,6 +31,8 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "lema_rotate": (_int32, (*[_address] * 3, *[_int64] * 3, _int32, _address, _int32)),
     "lema_adamw_moments": (_int32, (*[_address] * 3, _int64, *[_float] * 3, _int32)),
     "lema_adamw_descend": (_int32, (*[_address] * 3, _int64, *[_float] * 4, _int32)),
+    "lema_read": (_int32, (_address, _int64, _int64, _int32)),
+    "lema_widen": (_int32, (_address, _int32, _int64, _address)),
 }
 
 #: enum lema_error
@@ -65,15 +64,23 @@ def raise_for(error: int) -> None:
         raise PluginError(f"cpp kernel: liblema refused a call: {_ERRORS.get(error, error)}")
 
 
-def refusals() -> list[str]:
-    """Why the native kernels cannot serve in this process; empty when they can."""
+def library_refusals() -> list[str]:
+    """Why liblema cannot serve in this process, whatever the CPU; empty when it can."""
     if os.environ.get(DISABLE_VARIABLE, "") not in ("", "0"):
         return [f"switched off by {DISABLE_VARIABLE}"]
     try:
-        missing = cpu_missing()
+        open_library()
     except PluginError as error:
         return [str(error)]
-    return [f"needs AVX2, FMA and F16C, this CPU has no {missing}"] if missing else []
+    return []
+
+
+def refusals() -> list[str]:
+    """Why kernels that need the CPU's features cannot serve in this process; empty when they can."""
+    reasons = library_refusals()
+    if not reasons and (missing := cpu_missing()):
+        reasons = [f"needs AVX2, FMA and F16C, this CPU has no {missing}"]
+    return reasons
 
 
 def cpu_missing() -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lema_core.device import map_ram
 from lema_core.errors import DataError
+from lema_core.ops.widen import Widen, widen
 from lema_core.store.disk import DiskReader
 from lema_core.store.granules import SECTOR_BYTES
 
@@ -31,12 +32,15 @@ class RowCache:
     """The rows used most recently of one [V, C] tensor, in storage format.
 
     ``n_rows`` is the region's capacity; ``bounce``: uint8, at least :func:`bounce_bytes`, aligned to SECTOR_BYTES, and
-    possibly shared.
+    possibly shared. ``widen`` is the kernel that gives fp32 rows.
     """
 
-    def __init__(self, info: TensorInfo, reader: DiskReader, n_rows: int, bounce: Tensor) -> None:
+    def __init__(
+        self, info: TensorInfo, reader: DiskReader, n_rows: int, bounce: Tensor, widen: Widen = widen
+    ) -> None:
         self._info = info
         self._reader = reader
+        self._widen = widen
         self._row_bytes = info.shape[1] * info.dtype.itemsize
         self.n_rows = min(n_rows, info.shape[0])
         self._rows = map_ram(self.n_rows * self._row_bytes)[: self.n_rows * self._row_bytes]
@@ -68,7 +72,11 @@ class RowCache:
         for piece, target in zip(ids.split(self.n_rows), out.split(self.n_rows), strict=True):
             wanted = piece.tolist()
             self._fetch(sorted(set(wanted)))
-            target.copy_(self._rows[torch.tensor([self._slots[row] for row in wanted], dtype=torch.int64)])
+            found = self._rows[torch.tensor([self._slots[row] for row in wanted], dtype=torch.int64)]
+            if dtype == torch.float32 and found.dtype in (torch.float16, torch.bfloat16):
+                self._widen(found, target)
+            else:
+                target.copy_(found)
         return out
 
     def free(self) -> None:

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from lema_core.device import Device, map_ram
 from lema_core.errors import PlanError
+from lema_core.ops.widen import Widen, widen
 from lema_core.store.disk import DiskReader
 from lema_core.store.engine import StepPlan, TransferEngine
 from lema_core.store.granules import Part
 from lema_core.store.model import StreamedModel, WindowSizes
+from lema_core.store.reads import Reads
 from lema_core.store.rows import RowCache
 from lema_core.store.trace import Trace
 from lema_core.store.window import Window
@@ -79,7 +81,10 @@ class StoreStats:
 
 
 class TensorStore:
-    """Owns the windows and the transfer engine of the ``weights`` stream. Use as a context manager, or call close()."""
+    """Owns the windows and the transfer engine of the ``weights`` stream. Use as a context manager, or call close().
+
+    ``reads`` and ``widen`` are kernels; by default plain Python and torch do the work.
+    """
 
     def __init__(
         self,
@@ -87,13 +92,15 @@ class TensorStore:
         device: Device,
         sizes: WindowSizes,
         prefetch_distance: int = DEFAULT_PREFETCH_DISTANCE,
+        reads: Reads | None = None,
+        widen: Widen = widen,
     ) -> None:
         self.model = model
         self.device = device
         self.sizes = sizes
         self._layout = model.layout
         slot_bytes = self._layout.slot_bytes
-        self._reader = DiskReader()
+        self._reader = DiskReader(reads)
         ram = Window(device.allocate_ram(sizes.ram_slots * slot_bytes), sizes.ram_slots, slot_bytes)
         if device.shares_ram:
             self._near, self._far = ram, None
@@ -102,7 +109,7 @@ class TensorStore:
             self._near, self._far = Window(slab, sizes.device_slots, slot_bytes), ram
         bounce = map_ram(model.bounce_bytes)
         self._rows = {
-            name: RowCache(info, self._reader, sizes.n_rows, bounce) for name, info in model.embeddings.items()
+            name: RowCache(info, self._reader, sizes.n_rows, bounce, widen) for name, info in model.embeddings.items()
         }
         self._engine = TransferEngine(
             self._layout.granules, self._reader, device, self._near, self._far, prefetch_distance
