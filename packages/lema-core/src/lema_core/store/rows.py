@@ -35,9 +35,7 @@ class RowCache:
     possibly shared. ``widen`` is the kernel that gives fp32 rows.
     """
 
-    def __init__(
-        self, info: TensorInfo, reader: DiskReader, n_rows: int, bounce: Tensor, widen: Widen = widen
-    ) -> None:
+    def __init__(self, info: TensorInfo, reader: DiskReader, n_rows: int, bounce: Tensor, widen: Widen = widen) -> None:
         self._info = info
         self._reader = reader
         self._widen = widen
