@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lema.config import LemaConfig
-from lema.planner import Machine, RunPlan, Workload, this_machine
+from lema.planner import Machine, RunPlan, Workload, plan_run, this_machine
 from lema_core.budgets import parse_amount
 from lema_core.checkpoint import bind_tensors, read_generation_config, read_hf_config, read_manifest
 from lema_core.device import Device, open_device
@@ -304,9 +304,9 @@ class LemaModel:
         """How a run would use ``machine`` (default: this one), without reading a weight. Raises BudgetError when it
         cannot fit."""
         machine = machine or this_machine(self.config, self._device, self.flight_check())
-        return RunPlan(self.config, machine, self._workload(machine))
+        return plan_run(self.config, machine, self._workload())
 
-    def _workload(self, machine: Machine) -> Workload:
+    def _workload(self) -> Workload:
         c = self.config
         updates = self.lora.updates() if self.lora is not None else {}
         dtype = self._device.compute_dtype(self._model.matrix_dtype)

@@ -3,8 +3,9 @@ read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from lema.config import LemaConfig, MemoryStrategy
 from lema_core.budgets import parse_amount
@@ -13,7 +14,7 @@ from lema_core.errors import BudgetError
 from lema_core.memory import process_memory_limit, rss_bytes
 from lema_core.planning.flight import FlightCheck, propose
 from lema_core.planning.hardware import Hardware
-from lema_core.planning.predict import SteadyStep, StepPrediction, predict_step, steady_step
+from lema_core.planning.predict import SteadyStep, StepPrediction, predict_step, smallest_memory, steady_step
 from lema_core.plugins import get_plugin_manager
 from lema_core.runtime.schedule import Scheduler, StepCosts, StepSchedule, StepShape
 from lema_core.store.budget import BudgetPlan, BudgetRequest, StepChoice
@@ -71,7 +72,7 @@ def named_machine(config: LemaConfig, rates: Hardware) -> Machine:
     return Machine(min(ram, rates.ram_bytes), f"RAM of {rates.name}", _INTERPRETER_BYTES, free, rates)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workload:
     """What is computed: ``costs`` of its pieces, the ``shape`` of its steps (None: nothing is trained), rows and tokens
     of its largest micro-batch, and how many numbers are trained."""
@@ -119,23 +120,6 @@ class RunPlan:
             self.machine.flight, self.trace, layout.slot_bytes, layout.total_bytes, window_bytes
         ).prefetch_distance
 
-    def _choices(self) -> tuple[StepChoice, ...]:
-        work, rates = self.work, self.machine.rates
-        if work.shape is None:
-            return (StepChoice(work.costs.evaluation_bytes(work.rows * work.tokens, work.tokens), 0.0),)
-        scheduler = Scheduler(work.costs, None, self._config.gradient_checkpointing)
-        groups = scheduler.choose(work.shape).groups
-        return tuple(
-            StepChoice(work.costs.activation_bytes(work.shape, schedule), self._compute_s(schedule, rates))
-            for schedule in scheduler.choices(work.shape, groups)
-        )
-
-    def _compute_s(self, schedule: StepSchedule, rates: Hardware) -> float:
-        return sum(
-            rates.product_s(piece.flops, piece.tokens) + piece.touched_bytes / rates.memory_bytes_per_s
-            for piece in self.work.costs.trace(self.work.shape, schedule).work
-        )
-
     def _share(self) -> BudgetPlan:
         c, m, model = self._config, self.machine, self.work.model
         device_total = m.ram_limit if m.shares_ram else m.device_free
@@ -156,7 +140,7 @@ class RunPlan:
             weights_ram=parse_amount(c.weights_ram, m.ram_limit, "weights_ram"),
             weights_vram=parse_amount(c.weights_vram, device_total, "weights_vram"),
             resident=c.strategy is MemoryStrategy.RESIDENT,
-            choices=self._choices(),
+            choices=_choices(self.work, m.rates, c.gradient_checkpointing),
             activations=min((a for a in activations if a is not None), default=None),
             read_bytes_per_s=m.rates.disk_bytes_per_s if m.shares_ram else m.rates.link_bytes_per_s,
         )
@@ -204,3 +188,54 @@ class RunPlan:
     def activation_bytes(self) -> int:
         """The most that such a step holds of activations."""
         return self.work.costs.activation_bytes(self.work.shape, self.schedule)
+
+    def step_s(self, ram: int | None = None, device: int | None = None) -> float:
+        """What a step would take with other amounts of memory in all; infinite where it could not run."""
+        m = self.machine
+        other = replace(
+            m,
+            ram_limit=m.ram_limit if ram is None else ram,
+            device_free=m.device_free if device is None else device,
+        )
+        try:
+            return RunPlan(self._config, other, self.work).prediction.step_s
+        except BudgetError:
+            return math.inf
+
+
+def plan_run(config: LemaConfig, machine: Machine, work: Workload) -> RunPlan:
+    """Share out all memory there is, or as much of it as ``target_step_time_ms`` needs: of the memory that is computed
+    in. Raises BudgetError when a run cannot fit, or no memory meets the target."""
+    plan = RunPlan(config, machine, work)
+    if config.target_step_time_ms is None or work.shape is None:
+        return plan
+    target_s = config.target_step_time_ms / 1000
+    if machine.shares_ram:
+        enough = smallest_memory(lambda ram: plan.step_s(ram=ram), machine.ram_held, machine.ram_limit, target_s)
+        return RunPlan(config, replace(machine, ram_limit=enough, ram_source=_target(config)), work)
+    enough = smallest_memory(lambda device: plan.step_s(device=device), 0, machine.device_free, target_s)
+    return RunPlan(config, replace(machine, device_free=enough), work)
+
+
+def _target(config: LemaConfig) -> str:
+    return f"what target_step_time_ms={config.target_step_time_ms} needs"
+
+
+@lru_cache(maxsize=8)
+def _choices(work: Workload, rates: Hardware, recompute: bool | None) -> tuple[StepChoice, ...]:
+    """Ways to run a step, from the one that holds least on."""
+    if work.shape is None:
+        return (StepChoice(work.costs.evaluation_bytes(work.rows * work.tokens, work.tokens), 0.0),)
+    scheduler = Scheduler(work.costs, None, recompute)
+    groups = scheduler.choose(work.shape).groups
+    return tuple(
+        StepChoice(work.costs.activation_bytes(work.shape, schedule), _compute_s(work, schedule, rates))
+        for schedule in scheduler.choices(work.shape, groups)
+    )
+
+
+def _compute_s(work: Workload, schedule: StepSchedule, rates: Hardware) -> float:
+    return sum(
+        rates.product_s(piece.flops, piece.tokens) + piece.touched_bytes / rates.memory_bytes_per_s
+        for piece in work.costs.trace(work.shape, schedule).work
+    )

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lema_core.adapter import ModelAdapter
 from lema_core.ops.context import Dropout, ForwardContext, Segment
+from lema_core.ops.gradient import backward_from
 from lema_core.ops.linear import LinearKernel
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import Pass, StreamedOps
@@ -111,8 +112,13 @@ class DryRun:
             )
             for name, update in updates.items()
         }
+        self._names: dict[int | None, list[str]] = {}
+        for spec in adapter.tensors():
+            if spec.name in model.layout.parts:
+                self._names.setdefault(spec.layer, []).append(spec.name)
+        self._looks = {layer: self._look(names) for layer, names in self._names.items()}
         self._pieces: dict[Hashable, Piece] = {}
-        self._costs: dict[Hashable, PieceCost] = {}
+        self._found: dict[Hashable, tuple[tuple[_Borrowed, ...], PieceCost]] = {}
 
     @property
     def context(self) -> Amount:
@@ -142,44 +148,60 @@ class DryRun:
 
     def _piece(self, kind: Hashable, layer: int | None, what: Callable[[_Run], None]) -> Piece:
         if (kind, layer) not in self._pieces:
-            self._set_gradients(layer)
-            signature = kind, self._signature(layer)
-            if signature not in self._costs:
-                self._costs[signature] = _cost(*(self._run(what, tokens) for tokens in (_FEW, _MORE)))
-            run = _Run(self, _FEW)
-            what(run)
-            self._pieces[kind, layer] = Piece(tuple(run.weights.accesses), self._costs[signature])
-            self._set_gradients(None)
+            key = kind, self._looks.get(layer)
+            if key not in self._found:
+                self._found[key] = self._find(layer, what)
+            borrowed, cost = self._found[key]
+            accesses = tuple(self._granule(layer, one) for one in borrowed)
+            self._pieces[kind, layer] = Piece(accesses, cost)
         return self._pieces[kind, layer]
 
-    def _run(self, what: Callable[[_Run], None], tokens: int) -> _Run:
-        # once uncounted: what torch makes at a first call is no part of a step
-        what(_Run(self, tokens))
-        run = _Run(self, tokens, counted=True)
-        what(run)
-        return run
+    def _find(self, layer: int | None, what: Callable[[_Run], None]) -> tuple[tuple[_Borrowed, ...], PieceCost]:
+        """Run a piece of one layer; others that look like it cost the same and borrow likewise."""
+        self._set_gradients(layer)
+        # Once uncounted: what torch makes at a first call is no part of a step.
+        what(_Run(self, _FEW))
+        few, more = (_Run(self, tokens, counted=True) for tokens in (_FEW, _MORE))
+        what(few)
+        what(more)
+        self._set_gradients(None)
+        names = {name: place for place, name in enumerate(self._names.get(layer, ()))}
+        borrowed = tuple(
+            _Borrowed(names.get(part.tensor), part, self._model.layout.parts[part.tensor].index(part))
+            for part in few.weights.borrowed
+        )
+        return borrowed, _cost(few, more)
 
-    def _signature(self, layer: int | None) -> Hashable:
+    def _granule(self, layer: int | None, one: _Borrowed) -> int:
+        """Where the tensor at the same place of ``layer`` lies; one outside the layer is the same for all."""
+        if one.place is None:
+            return one.part.granule
+        return self._model.layout.parts[self._names[layer][one.place]][one.index].granule
+
+    def _look(self, names: Sequence[str]) -> Hashable:
         """Equal for layers that cost the same: what their tensors and updates look like."""
         looks = []
-        for name, parts in self._model.layout.parts.items():
-            spec_layer = self._layers[name]
-            if spec_layer == layer:
-                update = self._updates.get(name.removesuffix(".weight"))
-                looks.append((tuple((p.shape, p.dtype) for p in parts), update and (update.rank, update.dropout)))
+        for name in names:
+            update = self._updates.get(name.removesuffix(".weight"))
+            shapes = tuple((part.shape, part.dtype) for part in self._model.layout.parts[name])
+            looks.append((shapes, None if update is None else (update.rank, update.dropout)))
         return tuple(looks)
-
-    @property
-    def _layers(self) -> Mapping[str, int | None]:
-        return {spec.name: spec.layer for spec in self.adapter.tensors()}
 
     def _set_gradients(self, layer: int | None) -> None:
         """Gradients outlive a piece, so they are there before it, and gone after."""
-        layers = self._layers
+        here = set(self._names.get(layer, ())) if layer is not None else set()
         for name, update in self._updates.items():
             for parameter in update.parameters():
-                here = layer is not None and layers[f"{name}.weight"] == layer
-                parameter.grad = torch.zeros_like(parameter) if here else None
+                parameter.grad = torch.zeros_like(parameter) if f"{name}.weight" in here else None
+
+
+@dataclass(frozen=True)
+class _Borrowed:
+    """A part that a piece borrows: of the ``place``-th tensor of its layer (None: outside it), its ``index``-th."""
+
+    place: int | None
+    part: Part
+    index: int
 
 
 class _Run:
@@ -248,7 +270,7 @@ class _Run:
                     with self._during(replace(first, tape=tape, again=True)):
                         y = self.adapter.block(self.ops, layer, x_BTC, self.ctx)
                 if y.requires_grad:
-                    torch.autograd.backward(y, dy_BTC)
+                    backward_from(y, dy_BTC)
                 del y
                 self._finish(x_BTC.grad)
 
@@ -292,7 +314,7 @@ class _StandInWeights:
 
     def start(self) -> None:
         """Write down from here on."""
-        self.accesses: list[int] = []
+        self.borrowed: list[Part] = []
         self.steps: list[_Step] = []
         #: what comes before the first access counts with it
         self.step = _Step()
@@ -302,9 +324,9 @@ class _StandInWeights:
 
     @contextmanager
     def borrow(self, part: Part) -> Iterator[Tensor]:
-        if self.accesses:
+        if self.borrowed:
             self.step = _Step()
-        self.accesses.append(part.granule)
+        self.borrowed.append(part)
         self.steps.append(self.step)
         yield torch.zeros((), dtype=part.dtype).expand(part.shape)
 
@@ -358,6 +380,11 @@ class _ByteCounter(TorchDispatchMode):
         self._before: set[int] = set()
         self.peak_bytes = 0
         self.left_bytes = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Said so that torch does not import its compiler (60 MB, seconds) to keep it from looking in here."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = list(_tensors((args, kwargs)))
