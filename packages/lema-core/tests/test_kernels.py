@@ -1,0 +1,85 @@
+"""Which kernel serves which operation under each backend."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import pytest
+
+from lema_core import builtin
+from lema_core.errors import ConfigError, PluginError
+from lema_core.hookspecs import hookimpl
+from lema_core.ops.adamw import TorchAdamW
+from lema_core.ops.attention import TorchAttention
+from lema_core.ops.elementwise import TorchElementwise
+from lema_core.ops.kernels import Kernels, choose_kernel, choose_kernels
+from lema_core.ops.linear import LinearKernel
+from lema_core.plugins import PluginManager
+from lema_core.records import Kernel
+
+OPS = ("linear", "elementwise", "attention", "adamw")
+
+
+class Native:
+    """Native kernels for two operations; ``reasons`` why they cannot serve."""
+
+    def __init__(self, *reasons: str) -> None:
+        self.reasons = list(reasons)
+
+    @hookimpl
+    def lema_kernels(self) -> Iterable[Kernel]:
+        for op in ("linear", "adamw"):
+            yield Kernel("cpp", op, "cpu", "nowhere:Nothing", priority=10, unsupported=lambda request: self.reasons)
+
+
+def plugins_with(*more: object) -> PluginManager:
+    manager = PluginManager()
+    manager.admit("lema-core", "core", lambda: builtin)
+    for plugin in more:
+        assert manager.admit("lema-native", "native", lambda plugin=plugin: plugin)
+    return manager
+
+
+@pytest.mark.parametrize("backend", ["auto", "python"])
+def test_plain_torch_serves_every_operation_on_every_device(backend: str) -> None:
+    plugins = plugins_with()
+    for op in OPS:
+        for device_type in ("cpu", "cuda", "mps"):
+            assert choose_kernel(op, backend, device_type, plugins).name == "torch"
+    chosen = choose_kernels(backend, "cuda", plugins)
+    kinds = (LinearKernel, TorchElementwise, TorchAttention, TorchAdamW)
+    made = (chosen.linear, chosen.elementwise, chosen.attention, chosen.adamw)
+    assert tuple(type(each) for each in made) == kinds
+    assert tuple(type(getattr(Kernels(), op)) for op in OPS) == kinds
+
+
+def test_native_kernels_where_there_are_some() -> None:
+    plugins = plugins_with(Native())
+    names = {op: choose_kernel(op, "cpp", "cpu", plugins).name for op in OPS}
+    assert names == {"linear": "cpp", "elementwise": "torch", "attention": "torch", "adamw": "cpp"}
+    assert {op: choose_kernel(op, "auto", "cpu", plugins).name for op in OPS} == names
+    assert {choose_kernel(op, "python", "cpu", plugins).name for op in OPS} == {"torch"}
+
+
+def test_native_kernels_asked_for_and_missing() -> None:
+    with pytest.raises(ConfigError, match="'cpp' is not installed, packages/lema-cuda brings it"):
+        choose_kernel("linear", "cpp", "cpu", plugins_with())
+    for op in OPS:
+        with pytest.raises(ConfigError, match="not installed"):
+            choose_kernel(op, "cpp", "cpu", plugins_with())
+
+
+def test_native_kernels_asked_for_that_cannot_serve() -> None:
+    plugins = plugins_with(Native("no AVX2"))
+    expected = re.escape("backend: 'cpp' cannot serve here: no kernel for linear on cpu: cpp: no AVX2")
+    with pytest.raises(ConfigError, match=expected):
+        choose_kernels("cpp", "cpu", plugins)
+    with pytest.raises(ConfigError, match="cpp: for cpu only"):
+        choose_kernel("linear", "cpp", "cuda", plugins_with(Native()))
+    assert choose_kernel("linear", "auto", "cpu", plugins).name == "torch"
+
+
+def test_no_kernel_at_all() -> None:
+    with pytest.raises(PluginError, match="no kernel for linear on cpu: none is installed"):
+        choose_kernel("linear", "auto", "cpu", PluginManager())
