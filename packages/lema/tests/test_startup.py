@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,10 @@ from lema.startup import quick_imports
 
 #: code that writes down, when the program ends, what it had imported
 WATCH = "import atexit, sys\natexit.register(lambda: open('modules.txt', 'w').write('\\n'.join(sys.modules)))"
+#: torch's compiler and what only it needs: 100 MB and seconds
+COMPILER = {"torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "sympy", "torch.onnx"}
+#: none of lema's business
+FOREIGN = {"transformers", "peft", "accelerate", "huggingface_hub", "matplotlib", "pandas"}
 
 
 def _imported(lema: Any, *arguments: object, code: int = 0) -> set[str]:
@@ -31,6 +36,29 @@ def test_help_and_a_wrong_option_need_no_torch(arguments: list[str], code: int, 
     if arguments[0].startswith("--"):
         unwanted |= {"hydra", "omegaconf", "yaml"}
     assert imported & unwanted == set()
+
+
+def test_training_on_ids_imports_neither_torchs_compiler_nor_a_tokenizer(
+    lema: Any, make_model: Any, make_rows: Any
+) -> None:
+    model = make_model(lema.cwd / "model")
+    rows = make_rows(lema.cwd / "rows.jsonl", [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 8, 7]}])
+    options = [f"model_name_or_path={model}", f"train_file={rows}", "output_dir=out", "max_steps=2", "lora_rank=2"]
+    imported = _imported(lema, *options)
+    assert "torch" in imported
+    assert imported & (COMPILER | FOREIGN | {"tokenizers", "jinja2", "rich"}) == set()
+
+
+def test_training_on_chats_and_generating_import_nothing_of_torchs_compiler(
+    lema: Any, tiny_llama: Path, make_rows: Any, chats: Any
+) -> None:
+    rows = make_rows(lema.cwd / "rows.jsonl", chats(4))
+    options = [f"model_name_or_path={tiny_llama}", "output_dir=out", "lora_rank=2", "lora_dropout=0.1"]
+    trained = _imported(lema, *options, f"train_file={rows}", f"eval_file={rows}", "max_steps=2", "batch_size=2")
+    assert {"torch", "tokenizers", "jinja2"} <= trained
+    assert trained & (COMPILER | FOREIGN | {"rich"}) == set()
+    generated = _imported(lema, *options, "task=generate", "prompt=say", "max_new_tokens=2")
+    assert generated & (COMPILER | FOREIGN | {"rich"}) == set()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lema_core.adapter import ModelAdapter
 from lema_core.ops.context import Segment
+from lema_core.ops.gradient import backward_from
 from lema_core.ops.streamed import Pass, StreamedOps
 
 _CHUNK_BYTES = 64_000_000
@@ -119,7 +120,7 @@ def chunk_loss(
         for start, stop in ops.now.columns or ((0, len(targets)),)
     ]
     if logits_nV.requires_grad:
-        torch.autograd.backward(logits_nV, work_nV.to(logits_nV.dtype))
+        backward_from(logits_nV, work_nV.to(logits_nV.dtype))
     return torch.cat(losses), None if h_nC.grad is None else h_nC.grad.t()
 
 

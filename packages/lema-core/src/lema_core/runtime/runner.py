@@ -18,7 +18,8 @@ from lema_core.device import Device
 from lema_core.errors import DataError
 from lema_core.kv import KVCache
 from lema_core.ops.context import Dropout, ForwardContext, Segment, attention_mask_BTS, token_positions
-from lema_core.ops.linear import LinearKernel
+from lema_core.ops.gradient import backward_from
+from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import Pass, StreamedOps
 from lema_core.ops.tape import Tape
@@ -74,7 +75,7 @@ class ModelRunner:
         model: StreamedModel,
         store: TensorStore,
         updates: Mapping[str, LowRankUpdate],
-        kernel: LinearKernel,
+        kernels: Kernels,
         scheduler: Scheduler | None = None,
     ) -> None:
         self.adapter = adapter
@@ -82,7 +83,7 @@ class ModelRunner:
         self._device: Device = store.device
         self.dtype = self._device.compute_dtype(model.matrix_dtype)
         self.scheduler = scheduler or Scheduler(StepCosts(DryRun(adapter, model, updates, self.dtype)))
-        self._ops = StreamedOps(store, kernel, self._device.torch_device, self.dtype, updates, model.biased_modules)
+        self._ops = StreamedOps(store, kernels, self._device.torch_device, self.dtype, updates, model.biased_modules)
 
     # -- training
 
@@ -201,7 +202,7 @@ class ModelRunner:
                 x_out = self._block(group, layer, left.x_in, again)
         dx_1NC, group.dx_1NC = group.dx_1NC, None
         # A block in which nothing is trained, below none that is, has no graph to go through.
-        torch.autograd.backward(x_out, dx_1NC)
+        backward_from(x_out, dx_1NC)
         group.dx_1NC = left.x_in.grad
 
     # -- evaluation
