@@ -20,6 +20,7 @@ from lema_core.device import Device, open_device
 from lema_core.errors import CheckpointError, ConfigError, PluginError
 from lema_core.memory import process_memory_limit
 from lema_core.planning.flight import FlightCheck, flight_check
+from lema_core.ops.kernels import choose_kernel, choose_kernels
 from lema_core.plugins import get_plugin_manager
 from lema_core.records import Kernel, load_object
 from lema_core.runtime.batch import TokenBatch
@@ -37,9 +38,6 @@ from lema_train.lora import LoraWeights
 from lema_train.optimizer import AdamW, Optimizer
 from lema_train.peft_format import peft_bytes, read_peft_config, save_peft
 from lema_train.trainer import Trainer, TrainerOptions
-
-#: values of config.backend and the kernels they stand for
-_KERNEL_NAMES = {"auto": "auto", "cpp": "cpp", "python": "torch"}
 
 
 class LemaModel:
@@ -65,7 +63,7 @@ class LemaModel:
         self._hf_config = hf_config
         self._device = device if device is not None else open_device(config.device)
         #: what multiplies
-        self.kernel = _linear_kernel(config.backend, self._device.torch_device.type)
+        self.kernel = choose_kernel("linear", config.backend, self._device.torch_device.type)
         self._method = load_object(plugins.training_method(config.training_mode).method)
         self.lora: LoraWeights | None = None
         #: how memory was shared out; None before the first computation
@@ -275,8 +273,8 @@ class LemaModel:
             plan = self.run_plan = self.plan()
             updates = self.lora.updates() if self.lora is not None else {}
             store = TensorStore(self._model, self._device, plan.sizes, plan.prefetch_distance)
-            kernel = load_object(self.kernel.impl)()
-            self._runner = ModelRunner(self.adapter, self._model, store, updates, kernel, plan.scheduler)
+            kernels = choose_kernels(self.config.backend, self._device.torch_device.type)
+            self._runner = ModelRunner(self.adapter, self._model, store, updates, kernels, plan.scheduler)
         return self._runner
 
     @property
@@ -304,12 +302,14 @@ class LemaModel:
         """How a run would use ``machine`` (default: this one), without reading a weight. Raises BudgetError when it
         cannot fit."""
         machine = machine or this_machine(self.config, self._device, self.flight_check())
-        return plan_run(self.config, machine, self._workload())
+        dtype = self._device.compute_dtype(self._model.matrix_dtype)
+        if machine.flight is None:
+            dtype = getattr(torch, machine.rates.compute_dtype)
+        return plan_run(self.config, machine, self._workload(dtype))
 
-    def _workload(self) -> Workload:
+    def _workload(self, dtype: torch.dtype) -> Workload:
         c = self.config
         updates = self.lora.updates() if self.lora is not None else {}
-        dtype = self._device.compute_dtype(self._model.matrix_dtype)
         shape = None
         if self.lora is not None:
             one = MicroBatch(c.batch_size, self._longest, c.batch_size * (self._longest - 1))
@@ -352,16 +352,3 @@ class LemaModel:
 def _package_of(kernel: Kernel) -> str:
     """The distribution that a kernel comes from, as first-party and other plugins name theirs."""
     return kernel.impl.partition(".")[0].replace("_", "-")
-
-
-def _linear_kernel(backend: str, device_type: str) -> Kernel:
-    """The kernel that serves. Raises ConfigError where the one that was asked for cannot."""
-    plugins = get_plugin_manager()
-    if backend == "cpp" and all(kernel.name != "cpp" for kernel in plugins.kernels()):
-        raise ConfigError("backend: 'cpp' is not installed, packages/lema-cuda brings it; or use backend=auto")
-    try:
-        return plugins.choose_kernel("linear", None, device_type, _KERNEL_NAMES[backend])[0]
-    except PluginError as error:
-        if backend == "auto":
-            raise
-        raise ConfigError(f"backend: {backend!r} cannot serve here: {error}; use backend=auto") from error
