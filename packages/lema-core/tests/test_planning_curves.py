@@ -23,7 +23,7 @@ STEP = Trace("palindrome", ACCESSES, tuple(Work(500.0, 1, 0.0) for _ in ACCESSES
 def test_a_tier_never_holds_more_than_its_window_and_ends_as_it_began(far_slots: int | None) -> None:
     link = 200.0 if far_slots else None
     rates = Hardware("m", 1, 1 if link else None, 400.0, link, 1e9, ((1, 1e3),), "float32", 0.0, "")
-    steady = steady_step(ACCESSES, 4, far_slots, 1)
+    steady = steady_step(STEP, 4, far_slots, 1)
     found = predict_step(STEP, steady.plan, GRANULES, rates)
     drawn = picture(found, steady, GRANULES, EACH, 4, far_slots)
     assert set(drawn.tiers) == ({"device", "RAM"} if far_slots else {"RAM"})

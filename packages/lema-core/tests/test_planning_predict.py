@@ -123,13 +123,13 @@ def test_a_copy_waits_for_the_reader_of_its_slot() -> None:
 
 def test_a_step_in_steady_state_reads_what_a_palindrome_must() -> None:
     """Forward and backward over 10 granules with 4 slots: 2 (W - C) bytes."""
-    accesses = [*range(10), *reversed(range(10))]
-    steady = steady_step(accesses, 4, None, 0)
-    found = predict_step(Trace("palindrome", tuple(accesses)), steady.plan, granules(*[100] * 10), machine())
+    step = Trace("palindrome", (*range(10), *reversed(range(10))))
+    steady = steady_step(step, 4, None, 0)
+    found = predict_step(step, steady.plan, granules(*[100] * 10), machine())
     assert found.read_bytes == 2 * (10 - 4) * 100
-    first = plan_step(accesses, 4, {}, None, {}, 0)
+    first = plan_step(step, 4, {}, None, {}, 0)
     assert len(first.near.loads) > len(steady.plan.near.loads)
-    everything = steady_step(accesses, 10, None, 8)
+    everything = steady_step(step, 10, None, 8)
     assert everything.plan.near.loads == () and everything.near_before.keys() == set(range(10))
 
 
@@ -225,7 +225,7 @@ def test_the_engine_moves_the_same_bytes_and_waits_as_long(tmp_path: Path, seed:
                     assert weight.numel()
                     clock.compute(address, doing)
             store.end_step()
-            plan = plan_step(step.accesses, near, near_before, far_slots, far_before, distance)
+            plan = plan_step(step, near, near_before, far_slots, far_before, distance)
             found = predict_step(step, plan, model.layout.granules, rates)
             assert (found.read_bytes, found.copied_bytes) == (clock.read_bytes, clock.copied_bytes), number
             assert found.wait_s == pytest.approx(clock.waited, abs=1e-9)
@@ -250,8 +250,8 @@ def one_thread():
 def palindrome_s(nbytes: int) -> float:
     """Seconds of a step over 40 granules of 100 MB, 1 s of disk and 0.25 s of product each, with so much memory."""
     accesses = [*range(40), *reversed(range(40))]
-    steady = steady_step(accesses, max(1, min(40, nbytes // 100_000_000)), None, 2)
     step = trace(accesses, [250.0] * 80)
+    steady = steady_step(step, max(1, min(40, nbytes // 100_000_000)), None, 2)
     return predict_step(step, steady.plan, granules(*[100_000_000] * 40), machine(disk=1e8)).step_s
 
 

@@ -22,9 +22,9 @@ from lema_core.device import CpuDevice, Device
 from lema_core.runtime.batch import TokenBatch
 from lema_core.runtime.runner import ModelRunner, TrainPass
 from lema_core.runtime.schedule import Scheduler
-from lema_core.store.engine import StepPlan
 from lema_core.store.granules import StreamedTensor, lay_out
 from lema_core.store.model import StreamedModel, WindowSizes
+from lema_core.store.step_plan import StepPlan, numbered
 from lema_core.store.trace import Trace
 from lema_core.testing.checking import CheckingStore
 from lema_core.testing.simulated import SimulatedAccelerator
@@ -60,7 +60,7 @@ class CountingStore(CheckingStore):
         self._reader.read_granule = counted
 
     def begin_step(self, trace: Trace) -> StepPlan:
-        self.before.append((self._near.resident(), self._far.resident() if self._far is not None else {}))
+        self.before.append((numbered(self._near.resident()), numbered(self._far.resident() if self._far else {})))
         plan = super().begin_step(trace)
         self.plans.append(plan)
         return plan
@@ -191,8 +191,8 @@ def test_streaming_equals_residence_bit_for_bit_and_moves_what_the_plan_says(cas
             case.prefetch_distance,
             partial(CountingStore, tensors),
         )
-        # Traces know no budget; drawing them twice is most of the time this would take.
-        runner._traces = resident._traces
+        # What a step costs knows no budget; finding it twice is most of the time this would take.
+        runner.scheduler = resident.scheduler
         with runner.store as store:
             found = run(runner, case, 2)
             assert found[0] == expected[0] and found[2:] == expected[1:]

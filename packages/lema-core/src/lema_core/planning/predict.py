@@ -18,7 +18,7 @@ from lema_core.memory import format_bytes
 from lema_core.planning.hardware import Hardware
 from lema_core.store.granules import Granule, Read
 from lema_core.store.planner import Load
-from lema_core.store.step_plan import StepPlan, plan_step
+from lema_core.store.step_plan import StepPlan, numbered, plan_step
 from lema_core.store.trace import Trace
 
 Lane = Literal["disk", "link", "compute", "wait"]
@@ -72,19 +72,17 @@ class SteadyStep:
     far_before: Mapping[int, int]
 
 
-def steady_step(accesses: Sequence[int], near_slots: int, far_slots: int | None, prefetch_distance: int) -> SteadyStep:
+def steady_step(trace: Trace, near_slots: int, far_slots: int | None, prefetch_distance: int) -> SteadyStep:
     """The step that follows steps like it, the first of which began with empty windows."""
-    near: Mapping[int, int] = {}
-    far: Mapping[int, int] = {}
-    seen = None
+    near: dict[int, int] = {}
+    far: dict[int, int] = {}
     for _ in range(_MOST_STEPS):
-        plan = plan_step(accesses, near_slots, near, far_slots, far, prefetch_distance)
-        held = set(plan.near.resident), set(plan.far.resident) if plan.far else None
-        if held == seen:
+        before = near, far
+        plan = plan_step(trace, near_slots, near, far_slots, far, prefetch_distance)
+        near, far = numbered(plan.near.resident), numbered(plan.far.resident) if plan.far else {}
+        if (near, far) == before:
             break
-        seen = held
-        near, far = plan.near.resident, plan.far.resident if plan.far else {}
-    return SteadyStep(plan, near, far)
+    return SteadyStep(plan, *before)
 
 
 def predict_step(trace: Trace, plan: StepPlan, granules: Sequence[Granule], rates: Hardware) -> StepPrediction:

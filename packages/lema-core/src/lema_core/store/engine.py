@@ -7,6 +7,7 @@ Whatever fails in a thread is raised by the next borrow, with the tensor and the
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from lema_core.device import Device, Event
 from lema_core.errors import LemaError, PlanError, TransferError
 from lema_core.store.disk import DiskReader, shown
 from lema_core.store.granules import Granule
-from lema_core.store.step_plan import StepPlan, plan_step
+from lema_core.store.step_plan import StepPlan, numbered, plan_step
 from lema_core.store.trace import Trace
 from lema_core.store.window import Window
 
@@ -25,11 +26,14 @@ from lema_core.store.window import Window
 _PATIENCE_S = 2.0
 #: what an idle thread needs to end
 _LEAVE_S = 0.2
+#: plans that are kept: of a step that repeats itself, also between evaluations, few are needed
+_KEPT_PLANS = 16
 
 
 @dataclass
 class _Run:
-    """One step under way. ``loaded``, ``staged``: loads completed from the front; guarded by ``changed``.
+    """One step under way. ``near_slots``, ``far_slots``: where in its window each slot of the plan is. ``loaded``,
+    ``staged``: loads completed from the front; guarded by ``changed``.
 
     With a far window, a near load is completed when its copy is queued: ``arrived`` are those that compute has waited
     for.
@@ -37,6 +41,8 @@ class _Run:
 
     trace: Trace
     plan: StepPlan
+    near_slots: Sequence[int]
+    far_slots: Sequence[int]
     start_event: Event
     changed: Condition = field(default_factory=Condition)
     released: bytearray = field(init=False)
@@ -75,7 +81,7 @@ class TransferEngine:
         self.near = near
         self.far = far
         self._prefetch_distance = prefetch_distance
-        self._plans: dict[object, StepPlan] = {}
+        self._plans: OrderedDict[object, StepPlan] = OrderedDict()
         self._run: _Run | None = None
         self._disk_jobs: SimpleQueue[_Run | None] = SimpleQueue()
         self._link_jobs: SimpleQueue[_Run | None] = SimpleQueue()
@@ -93,23 +99,20 @@ class TransferEngine:
         self.link_bytes = 0
 
     def plan(self, trace: Trace) -> StepPlan:
-        """The plan of a step that starts with what the windows hold now."""
-        near_before = self.near.resident()
-        far_before = self.far.resident() if self.far is not None else {}
-        key = (trace.key, frozenset(near_before.items()), frozenset(far_before.items()))
-        if key not in self._plans:
-            plan = plan_step(
-                trace.accesses,
-                self.near.n_slots,
-                near_before,
-                None if self.far is None else self.far.n_slots,
-                far_before,
-                self._prefetch_distance,
-            )
-            if len(self._plans) >= 64:
-                self._plans.clear()
+        """The plan of a step that starts with what the windows hold now; its slots are those of :func:`numbered`."""
+        near = numbered(self.near.resident())
+        far = numbered(self.far.resident()) if self.far is not None else {}
+        # Which slot holds what changes with every step, and would make a plan for each of them.
+        key = (trace.accesses, bool(trace.work), tuple(near), tuple(far))
+        plan = self._plans.get(key)
+        if plan is None:
+            far_slots = None if self.far is None else self.far.n_slots
+            plan = plan_step(trace, self.near.n_slots, near, far_slots, far, self._prefetch_distance)
             self._plans[key] = plan
-        return self._plans[key]
+            if len(self._plans) > _KEPT_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return plan
 
     def begin(self, trace: Trace) -> StepPlan:
         """Start moving for one step; accesses 0, 1, ... follow in the trace's order."""
@@ -121,7 +124,8 @@ class TransferEngine:
                 raise PlanError("a read of an abandoned step still hangs; try again later, or open the model again")
         if self._run is not None:
             raise PlanError("a step is still under way")
-        run = _Run(trace, self.plan(trace), self._device.record())
+        far_slots = _places(self.far) if self.far is not None else ()
+        run = _Run(trace, self.plan(trace), _places(self.near), far_slots, self._device.record())
         run.threads_busy = len(self._threads)
         self._run = run
         self._disk_jobs.put(run)
@@ -144,7 +148,7 @@ class TransferEngine:
             raise run.error
         if load >= 0 and self.far is not None:
             self._await_copy(run, load)
-        return run.plan.near.slot_at[position]
+        return run.near_slots[run.plan.near.slot_at[position]]
 
     def _await_load(self, run: _Run, load: int) -> None:
         wanted = run.plan.near.loads[load]
@@ -168,10 +172,12 @@ class TransferEngine:
     def release(self, position: int) -> None:
         """Access ``position`` is over; its slot may be overwritten when the plan says so."""
         run = self._current()
-        if position in run.plan.near.last_use:
-            event = self._device.record()
-            self._device.discard(self.near.slot(run.plan.near.slot_at[position]), event)
-            run.release_events[position] = event
+        if position not in run.plan.near.last_use:
+            run.released[position] = 1
+            return
+        event = self._device.record()
+        self._device.discard(self.near.slot(run.near_slots[run.plan.near.slot_at[position]]), event)
+        run.release_events[position] = event
         with run.changed:
             run.released[position] = 1
             run.changed.notify_all()
@@ -218,11 +224,11 @@ class TransferEngine:
                 self._device.host_wait(copy)
             except Exception as error:
                 failed = failed or error
-                self.near.begin_fill(run.plan.near.loads[load].slot)
+                self.near.begin_fill(run.near_slots[run.plan.near.loads[load].slot])
         # In an abandoned step a slot may have been given up for a load that never came.
         for load in run.plan.near.loads[run.loaded :]:
             if load.after in run.release_events:
-                self.near.begin_fill(load.slot)
+                self.near.begin_fill(run.near_slots[load.slot])
         return failed
 
     def close(self) -> None:
@@ -261,10 +267,11 @@ class TransferEngine:
                 raise _Stopped
 
     def _read_ahead(self, run: _Run) -> None:
-        window = self.far or self.near
-        plan = run.plan.far or run.plan.near
+        window, plan, slots = self.near, run.plan.near, run.near_slots
+        if self.far is not None:
+            window, plan, slots = self.far, run.plan.far, run.far_slots
         for load in plan.loads:
-            granule = self._granules[load.granule]
+            granule, slot = self._granules[load.granule], slots[load.slot]
             if self.far is None:
                 self._wait(run, lambda after=load.after: after < 0 or run.released[after])
             else:
@@ -272,10 +279,10 @@ class TransferEngine:
                 if load.after >= 0:
                     with _naming(self._granules[run.plan.near.loads[load.after].granule], "copying to the device"):
                         self._device.host_wait(run.copies[load.after])
-            window.begin_fill(load.slot)
+            window.begin_fill(slot)
             with _naming(granule, "reading"):
-                self._reader.read_granule(granule, window.memory(load.slot))
-            window.end_fill(load.slot, load.granule)
+                self._reader.read_granule(granule, window.memory(slot))
+            window.end_fill(slot, load.granule)
             with run.changed:
                 if self.far is None:
                     run.loaded += 1
@@ -291,18 +298,25 @@ class TransferEngine:
                 lambda staged=staged, after=load.after: run.staged > staged and (after < 0 or run.released[after]),
             )
             after = run.release_events[load.after] if load.after >= 0 else run.start_event
-            granule = self._granules[load.granule]
-            source = self.far.slot(run.plan.far.slot_at[index])
-            target = self.near.slot(load.slot)
-            self.near.begin_fill(load.slot)
+            granule, slot = self._granules[load.granule], run.near_slots[load.slot]
+            source = self.far.slot(run.far_slots[run.plan.far.slot_at[index]])
+            target = self.near.slot(slot)
+            self.near.begin_fill(slot)
             with _naming(granule, "copying to the device"):
                 copy = self._device.copy(target[: granule.nbytes], source[: granule.nbytes], after)
-            self.near.end_fill(load.slot, load.granule)
+            self.near.end_fill(slot, load.granule)
             with run.changed:
                 self.link_bytes += granule.nbytes
                 run.copies.append(copy)
                 run.loaded += 1
                 run.changed.notify_all()
+
+
+def _places(window: Window) -> list[int]:
+    """Where the slots of a plan, those of :func:`numbered` and then the empty ones, are in ``window``."""
+    resident = window.resident()
+    filled = [resident[granule] for granule in numbered(resident)]
+    return filled + sorted(set(range(window.n_slots)) - set(filled))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lema_core.device import Device, map_ram
 from lema_core.errors import PlanError
-from lema_core.ops.widen import Widen, widen
+from lema_core.ops.widen import TorchWiden, Widen
 from lema_core.store.disk import DiskReader
 from lema_core.store.engine import StepPlan, TransferEngine
 from lema_core.store.granules import Part
@@ -46,14 +46,7 @@ class Borrow:
             or window.granule_in(self._slot) != part.granule
         ):
             raise PlanError(f"stale read of {part.tensor}: its slot was released or holds another granule")
-        count = 1
-        for size in part.shape:
-            count *= size
-        data = window.slot(self._slot)[part.offset : part.offset + count * part.dtype.itemsize]
-        # A file may place a tensor at an address its dtype cannot be read at.
-        if data.storage_offset() % part.dtype.itemsize:
-            data = data.clone()
-        return data.view(part.dtype).view(part.shape)
+        return window.block(self._slot, part.offset, part.dtype, part.shape)
 
     def __enter__(self) -> Tensor:
         return self.tensor()
@@ -93,7 +86,7 @@ class TensorStore:
         sizes: WindowSizes,
         prefetch_distance: int = DEFAULT_PREFETCH_DISTANCE,
         reads: Reads | None = None,
-        widen: Widen = widen,
+        widen: Widen | None = None,
     ) -> None:
         self.model = model
         self.device = device

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 
 class Window:
-    """``n_slots`` slots of ``slot_bytes`` in one slab (uint8). A slot's generation rises whenever its content is
-    replaced."""
+    """``n_slots`` slots of ``slot_bytes`` (whole sectors) in one slab (uint8). A slot's generation rises whenever its
+    content is replaced."""
 
     def __init__(self, slab: Tensor, n_slots: int, slot_bytes: int) -> None:
         self.n_slots = n_slots
@@ -18,11 +20,27 @@ class Window:
         self._slab = slab
         self._granules: list[int | None] = [None] * n_slots
         self._ever_filled: set[int] = set()
+        self._typed: dict[torch.dtype, Tensor] = {}
         self.generations = [0] * n_slots
 
     def slot(self, index: int) -> Tensor:
         """uint8 [slot_bytes]."""
         return self._slab[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+
+    def block(self, index: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """What lies at byte ``offset`` of a slot; a copy where ``dtype`` cannot be read at that address."""
+        start, misaligned = divmod(index * self.slot_bytes + offset, dtype.itemsize)
+        if misaligned:
+            count = math.prod(shape) * dtype.itemsize
+            return self.slot(index)[offset : offset + count].clone().view(dtype).view(shape)
+        whole = self._typed.get(dtype)
+        if whole is None:
+            whole = self._typed[dtype] = self._slab.view(dtype)
+        strides = [1] * len(shape)
+        for i in range(len(shape) - 1, 0, -1):
+            strides[i - 1] = strides[i] * shape[i]
+        # One call where slicing and viewing take four, for every borrow of a step.
+        return whole.as_strided(shape, strides, whole.storage_offset() + start)
 
     def memory(self, index: int) -> memoryview:
         """The same bytes for file reads; only for a slab in RAM."""
@@ -32,6 +50,7 @@ class Window:
     def free(self) -> None:
         """Give the slab back; only when nothing fills it any more."""
         self._slab = self._slab[:0].clone()
+        self._typed.clear()
         self._granules = [None] * self.n_slots
 
     def begin_fill(self, index: int) -> None:
