@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 import pytest
+import torch
 
 from lema_core import builtin
 from lema_core.errors import ConfigError, PluginError
@@ -13,12 +14,14 @@ from lema_core.hookspecs import hookimpl
 from lema_core.ops.adamw import TorchAdamW
 from lema_core.ops.attention import TorchAttention
 from lema_core.ops.elementwise import TorchElementwise
-from lema_core.ops.kernels import Kernels, choose_kernel, choose_kernels
+from lema_core.ops.kernels import Kernels, choose_copies, choose_kernel, choose_kernels
 from lema_core.ops.linear import LinearKernel
+from lema_core.ops.widen import TorchWiden
 from lema_core.plugins import PluginManager
 from lema_core.records import Kernel
+from lema_core.store.reads import PythonReads
 
-OPS = ("linear", "elementwise", "attention", "adamw")
+OPS = ("linear", "elementwise", "attention", "adamw", "read", "widen")
 
 
 class Native:
@@ -48,16 +51,15 @@ def test_plain_torch_serves_every_operation_on_every_device(backend: str) -> Non
         for device_type in ("cpu", "cuda", "mps"):
             assert choose_kernel(op, backend, device_type, plugins).name == "torch"
     chosen = choose_kernels(backend, "cuda", plugins)
-    kinds = (LinearKernel, TorchElementwise, TorchAttention, TorchAdamW)
-    made = (chosen.linear, chosen.elementwise, chosen.attention, chosen.adamw)
-    assert tuple(type(each) for each in made) == kinds
+    kinds = (LinearKernel, TorchElementwise, TorchAttention, TorchAdamW, PythonReads, TorchWiden)
+    assert tuple(type(getattr(chosen, op)) for op in OPS) == kinds
     assert tuple(type(getattr(Kernels(), op)) for op in OPS) == kinds
 
 
 def test_native_kernels_where_there_are_some() -> None:
     plugins = plugins_with(Native())
     names = {op: choose_kernel(op, "cpp", "cpu", plugins).name for op in OPS}
-    assert names == {"linear": "cpp", "elementwise": "torch", "attention": "torch", "adamw": "cpp"}
+    assert names == {op: "cpp" if op in ("linear", "adamw") else "torch" for op in OPS}
     assert {op: choose_kernel(op, "auto", "cpu", plugins).name for op in OPS} == names
     assert {choose_kernel(op, "python", "cpu", plugins).name for op in OPS} == {"torch"}
 
@@ -78,6 +80,25 @@ def test_native_kernels_asked_for_that_cannot_serve() -> None:
     with pytest.raises(ConfigError, match="cpp: for cpu only"):
         choose_kernel("linear", "cpp", "cuda", plugins_with(Native()))
     assert choose_kernel("linear", "auto", "cpu", plugins).name == "torch"
+
+
+def test_what_copies_to_a_device_is_chosen_when_one_is_opened() -> None:
+    class Copying:
+        reasons = ["no driver"]
+
+        @hookimpl
+        def lema_kernels(self) -> Iterable[Kernel]:
+            yield Kernel("cpp", "copy", "cuda", "builtins:repr", priority=10, unsupported=lambda request: self.reasons)
+
+    plugin = Copying()
+    make = choose_copies("cpp", plugins_with(plugin))
+    with pytest.raises(
+        ConfigError, match="backend: 'cpp' cannot serve here: no kernel for copy on cuda: cpp: no driver"
+    ):
+        make(torch.device("cuda:1"))
+    plugin.reasons = []
+    assert make(torch.device("cuda:1")) == repr(torch.device("cuda:1"))
+    assert choose_kernel("copy", "python", "cuda", plugins_with(plugin)).impl == "lema_core.copies:TorchCopies"
 
 
 def test_no_kernel_at_all() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from lema_core.errors import PluginError
 from lema_cuda.library import open_library
-from lema_cuda.widen import widen
+from lema_cuda.widen import NativeWiden
 
 FORMATS = [torch.float16, torch.bfloat16]
 
@@ -15,6 +15,10 @@ FORMATS = [torch.float16, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def _native_library(native: object) -> None:
     """Skips where there is none."""
+
+
+def widen(source: torch.Tensor, target: torch.Tensor) -> None:
+    NativeWiden()(source, target)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ _REFERENCE = {
     "attention": "lema_core.ops.attention:TorchAttention",
     "adamw": "lema_core.ops.adamw:TorchAdamW",
     "read": "lema_core.store.reads:PythonReads",
-    "widen": "lema_core.ops.widen:widen",
+    "widen": "lema_core.ops.widen:TorchWiden",
 }
 
 
@@ -30,6 +30,7 @@ def lema_kernels() -> Iterable[Kernel]:
     """The plain-torch reference, which serves every device and is what other kernels are compared with."""
     for op, impl in _REFERENCE.items():
         yield Kernel("torch", op, "*", impl, priority=0, unsupported=lambda request: [])
+    yield Kernel("torch", "copy", "cuda", "lema_core.copies:TorchCopies", priority=0, unsupported=lambda request: [])
 
 
 @hookimpl(trylast=True)

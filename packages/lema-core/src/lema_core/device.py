@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lema_core.copies import Copies, TorchCopies
 from lema_core.errors import BudgetError, ConfigError
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -121,11 +123,11 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """Compute on a CUDA device; copies come from page-locked RAM on a ``cuda_stream`` of their own."""
+    """Compute on a CUDA device; ``copies`` makes the kernel that copies from page-locked RAM."""
 
     shares_ram = False
 
-    def __init__(self, name: str = "cuda") -> None:
+    def __init__(self, name: str = "cuda", copies: Callable[[torch.device], Copies] = TorchCopies) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"device={name}: torch finds no CUDA device; use device=cpu or install a CUDA build of torch"
@@ -133,8 +135,7 @@ class CudaDevice:
         self.torch_device = torch.device(name if ":" in name else f"{name}:{torch.cuda.current_device()}")
         if self.torch_device.index >= torch.cuda.device_count():
             raise ConfigError(f"device={name}: there are {torch.cuda.device_count()} CUDA devices")
-        self._copy_stream = torch.cuda.Stream(self.torch_device)
-        self._registered: list[Tensor] = []
+        self._copies = copies(self.torch_device)
 
     def compute_dtype(self, storage: torch.dtype) -> torch.dtype:
         if storage == torch.bfloat16 and not torch.cuda.is_bf16_supported():
@@ -152,31 +153,20 @@ class CudaDevice:
 
     def allocate_ram(self, nbytes: int) -> Tensor:
         slab = map_ram(nbytes)
-        # Registering our own mapping locks exactly nbytes; torch's pinned allocator rounds up to a power of two.
-        status = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), nbytes, 0)
-        torch.cuda.check_error(status)
-        self._registered.append(slab)
+        self._copies.register(slab)
         return slab
 
     def copy(self, target: Tensor, source: Tensor, after: Event | None) -> Event:
-        with torch.cuda.stream(self._copy_stream):
-            if after is not None:
-                self._copy_stream.wait_event(after)
-            target.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._copy_stream)
-        return done
+        return self._copies.copy(target, source, after)
 
     def record(self) -> Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return event
+        return self._copies.record()
 
-    def compute_wait(self, event: Any) -> None:
-        torch.cuda.current_stream(self.torch_device).wait_event(event)
+    def compute_wait(self, event: Event) -> None:
+        self._copies.compute_wait(event)
 
-    def host_wait(self, event: Any) -> None:
-        event.synchronize()
+    def host_wait(self, event: Event) -> None:
+        self._copies.host_wait(event)
 
     def discard(self, slot: Tensor, after: Event) -> None:
         return None
@@ -186,8 +176,7 @@ class CudaDevice:
 
     def close(self) -> None:
         torch.cuda.synchronize(self.torch_device)
-        while self._registered:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr()))
+        self._copies.close()
 
 
 def _keep_freed_memory() -> None:
@@ -204,13 +193,13 @@ def _keep_freed_memory() -> None:
     mallopt(m_trim_threshold, 256 << 20)
 
 
-def open_device(name: str) -> Device:
-    """``auto`` (cuda, else cpu), ``cpu``, ``cuda`` or ``cuda:N``. Raises ConfigError for what this machine does not
-    have."""
+def open_device(name: str, copies: Callable[[torch.device], Copies] = TorchCopies) -> Device:
+    """``auto`` (cuda, else cpu), ``cpu``, ``cuda`` or ``cuda:N``; ``copies`` is the ``copy`` kernel of a CUDA device.
+    Raises ConfigError for what this machine does not have."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return CpuDevice()
     if name.partition(":")[0] == "cuda":
-        return CudaDevice(name)
+        return CudaDevice(name, copies)
     raise ConfigError(f"device={name}: this version computes on cpu and cuda; use device=auto")

@@ -25,4 +25,4 @@ def lema_kernels() -> Iterable[Kernel]:
     yield Kernel("cpp", "elementwise", "cpu", elementwise, priority=10, unsupported=_unsupported)
     yield Kernel("cpp", "adamw", "cpu", "lema_cuda.elementwise:NativeAdamW", priority=10, unsupported=_unsupported)
     yield Kernel("cpp", "read", "*", "lema_cuda.read:NativeReads", priority=10, unsupported=_unsupported_on_any_cpu)
-    yield Kernel("cpp", "widen", "cpu", "lema_cuda.widen:widen", priority=10, unsupported=_unsupported)
+    yield Kernel("cpp", "widen", "*", "lema_cuda.widen:NativeWiden", priority=10, unsupported=_unsupported)

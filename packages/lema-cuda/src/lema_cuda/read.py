@@ -6,9 +6,8 @@ import ctypes
 import errno
 from collections.abc import Sequence
 
-from lema_core.errors import PluginError
 from lema_core.store.reads import Range
-from lema_cuda.library import open_library
+from lema_cuda.library import open_library, raise_for
 
 #: what the README's measurement found best
 REQUEST_BYTES = 4 << 20
@@ -43,8 +42,7 @@ class NativeReads:
         interrupted = True
         # Returning to the interpreter lets it handle the signal that interrupted a read; it may raise.
         while interrupted:
-            if self._library.lema_read(native, len(ranges), *self._how):
-                raise PluginError(f"cpp kernel: liblema refused to read {len(ranges)} ranges in pieces of {self._how}")
+            raise_for(self._library.lema_read(native, len(ranges), *self._how))
             interrupted = any(each.error == errno.EINTR for each in native)
         for each, found in zip(ranges, native, strict=True):
             each.done_bytes, each.error = found.done_bytes, found.error

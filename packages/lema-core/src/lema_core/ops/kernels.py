@@ -5,16 +5,22 @@ Every operation has a plain-torch kernel, named ``torch``; ``cpp`` is what compi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+
+from lema_core.copies import Copies
 from lema_core.errors import ConfigError, PluginError
 from lema_core.ops.adamw import AdamWKernel, TorchAdamW
 from lema_core.ops.attention import AttentionKernel, TorchAttention
 from lema_core.ops.elementwise import ElementwiseKernel, TorchElementwise
 from lema_core.ops.linear import LinearKernel
+from lema_core.ops.widen import TorchWiden, Widen
 from lema_core.plugins import PluginManager, get_plugin_manager
 from lema_core.records import Kernel, load_object
+from lema_core.store.reads import PythonReads, Reads
 
 #: values of the option ``backend``, and the kernels they stand for
 _NAMES = {"auto": "auto", "cpp": "cpp", "python": "torch"}
@@ -22,12 +28,14 @@ _NAMES = {"auto": "auto", "cpp": "cpp", "python": "torch"}
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes each operation; by default plain torch."""
+    """What serves each operation; by default plain torch and Python."""
 
     linear: LinearKernel = field(default_factory=LinearKernel)
     elementwise: ElementwiseKernel = field(default_factory=TorchElementwise)
     attention: AttentionKernel = field(default_factory=TorchAttention)
     adamw: AdamWKernel = field(default_factory=TorchAdamW)
+    read: Reads = field(default_factory=PythonReads)
+    widen: Widen = field(default_factory=TorchWiden)
 
 
 def choose_kernel(op: str, backend: str, device_type: str, plugins: PluginManager | None = None) -> Kernel:
@@ -59,4 +67,10 @@ def choose_kernels(backend: str, device_type: str, plugins: PluginManager | None
     def make(op: str) -> Any:
         return load_object(choose_kernel(op, backend, device_type, plugins).impl)()
 
-    return Kernels(make("linear"), make("elementwise"), make("attention"), make("adamw"))
+    return Kernels(**{each.name: make(each.name) for each in fields(Kernels)})
+
+
+def choose_copies(backend: str, plugins: PluginManager | None = None) -> Callable[[torch.device], Copies]:
+    """What makes the ``copy`` kernel of a CUDA device; it is chosen when one is opened, and raises then as
+    :func:`choose_kernel` does."""
+    return lambda device: load_object(choose_kernel("copy", backend, "cuda", plugins).impl)(device)

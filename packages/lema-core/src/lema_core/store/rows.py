@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lema_core.device import map_ram
 from lema_core.errors import DataError
-from lema_core.ops.widen import Widen, widen
+from lema_core.ops.widen import TorchWiden, Widen
 from lema_core.store.disk import DiskReader
 from lema_core.store.granules import SECTOR_BYTES
 
@@ -35,10 +35,12 @@ class RowCache:
     possibly shared. ``widen`` is the kernel that gives fp32 rows.
     """
 
-    def __init__(self, info: TensorInfo, reader: DiskReader, n_rows: int, bounce: Tensor, widen: Widen = widen) -> None:
+    def __init__(
+        self, info: TensorInfo, reader: DiskReader, n_rows: int, bounce: Tensor, widen: Widen | None = None
+    ) -> None:
         self._info = info
         self._reader = reader
-        self._widen = widen
+        self._widen = widen or TorchWiden()
         self._row_bytes = info.shape[1] * info.dtype.itemsize
         self.n_rows = min(n_rows, info.shape[0])
         self._rows = map_ram(self.n_rows * self._row_bytes)[: self.n_rows * self._row_bytes]

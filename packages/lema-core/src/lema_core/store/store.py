@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lema_core.device import Device, map_ram
 from lema_core.errors import PlanError
-from lema_core.ops.widen import TorchWiden, Widen
+from lema_core.ops.widen import Widen
 from lema_core.store.disk import DiskReader
 from lema_core.store.engine import StepPlan, TransferEngine
 from lema_core.store.granules import Part
