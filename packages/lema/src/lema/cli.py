@@ -66,7 +66,7 @@ def _run(config: LemaConfig) -> None:
     if config.task == "doctor":
         from lema.doctor import print_report
 
-        print_report(sys.stdout)
+        print_report(sys.stdout, config)
         return
     check_complete(config)
     with quick_imports():

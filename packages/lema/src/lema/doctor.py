@@ -7,38 +7,37 @@ import platform
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from lema.compose import compose, group_choices
+from lema.report import Row, print_sections
 from lema_core import memory
+from lema_core.errors import LemaError
 from lema_core.memory import format_bytes
 from lema_core.plugins import get_plugin_manager
 from lema_core.records import load_object
+
+if TYPE_CHECKING:
+    from lema.config import LemaConfig
 
 #: instruction sets that decide how fast a CPU computes here, as /proc/cpuinfo spells them
 _CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One finding. ``serves``: True or False for something that could serve here, None for a plain fact."""
+def examine(config: LemaConfig | None = None) -> dict[str, list[Row]]:
+    """All findings by section. Raises nothing for what is broken: that is a finding.
 
-    name: str
-    detail: str
-    serves: bool | None = None
-
-
-def examine() -> dict[str, list[Row]]:
-    """All findings by section. Raises nothing for what is broken: that is a finding."""
+    Where ``config`` names a model, how fast this machine is with it is measured anew; it takes about two seconds.
+    """
     return {
         "Versions": list(_versions()),
         "Machine": list(_machine()),
         "Memory and disk": list(_memory()),
         "Devices": list(_devices()),
+        "Flight check": list(_flight_check(config)),
         "Models by name (+model=NAME)": list(_models()),
         "Architectures": [_loadable(each.name, each.adapter) for each in get_plugin_manager().architectures().values()],
         "Training methods": [
@@ -53,35 +52,9 @@ def examine() -> dict[str, list[Row]]:
     }
 
 
-def print_report(out: TextIO) -> None:
-    """Write all findings: tables on a terminal, plain lines when piped."""
-    sections = examine()
-    if out.isatty():
-        _print_tables(sections, out)
-        return
-    for title, rows in sections.items():
-        print(f"{title}:", file=out)
-        for row in rows:
-            print(f"  {row.name:<28} {_verdict(row):<4}{row.detail}".rstrip(), file=out)
-        print(file=out)
-
-
-def _print_tables(sections: dict[str, list[Row]], out: TextIO) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(file=out)
-    for title, rows in sections.items():
-        table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-        for row in rows:
-            style = {True: "green", False: "yellow", None: ""}[row.serves]
-            table.add_row(Text(f"  {row.name}"), Text(_verdict(row), style=style), Text(row.detail))
-        console.print(table, "")
-
-
-def _verdict(row: Row) -> str:
-    return {True: "yes", False: "no", None: ""}[row.serves]
+def print_report(out: TextIO, config: LemaConfig | None = None) -> None:
+    """Write all findings; ``config``: see :func:`examine`."""
+    print_sections(examine(config), out)
 
 
 def _version(package: str) -> str:
@@ -146,6 +119,25 @@ def _devices() -> Iterable[Row]:
     for name, present in (("mps", torch.backends.mps.is_available()), ("xpu", torch.xpu.is_available())):
         there = "there is one, but" if present else "there is none, and"
         yield Row(name, f"{there} this version computes on cpu and cuda", False)
+
+
+def _flight_check(config: LemaConfig | None) -> Iterable[Row]:
+    if config is None or config.model_name_or_path is None:
+        yield Row("not measured", "its figures are those of a model's file: task=doctor +model=NAME measures them")
+        return
+    from lema.model import LemaModel
+
+    try:
+        with LemaModel(config) as model:
+            heard: list[str] = []
+            flight = model.flight_check(refresh=True, say=heard.append)
+            yield Row("model", str(model.folder))
+            for what, figure in flight.describe():
+                yield Row(what, figure)
+            for line in heard:
+                yield Row("said", line)
+    except LemaError as error:
+        yield Row("cannot be measured", str(error), False)
 
 
 def _models() -> Iterable[Row]:
