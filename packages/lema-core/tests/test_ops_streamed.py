@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lema_core.ops.context import DropoutKey, ForwardContext, attention_mask_BTS, token_positions
+from lema_core.ops.kernels import Kernels
 from lema_core.ops.linear import LinearKernel
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import StreamedOps
@@ -60,7 +61,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 def operations(source: InMemory, updates: Mapping[str, LowRankUpdate] | None = None) -> StreamedOps:
     biased = frozenset(name[: -len(".bias")] for name in source.held if name.endswith(".bias"))
-    return StreamedOps(source, LinearKernel(), torch.device("cpu"), torch.float32, updates or {}, biased)
+    return StreamedOps(source, Kernels(), torch.device("cpu"), torch.float32, updates or {}, biased)
 
 
 def low_rank(out_size: int, in_size: int, dropout: float, seed: int) -> LowRankUpdate:
@@ -133,7 +134,7 @@ def test_only_the_inputs_of_updates_are_saved() -> None:
 
 def test_gradients_of_linears_agree_with_finite_differences() -> None:
     source = InMemory({"a.weight": randn(4, 3).double(), "a.bias": randn(4)}, 2)
-    ops = StreamedOps(source, LinearKernel(), torch.device("cpu"), torch.float64, {}, frozenset({"a"}))
+    ops = StreamedOps(source, Kernels(), torch.device("cpu"), torch.float64, {}, frozenset({"a"}))
     x = randn(2, 3).double().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: ops.linear(x, "a"), x)
 

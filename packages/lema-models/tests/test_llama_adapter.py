@@ -14,7 +14,7 @@ from lema_core.checkpoint import bind_tensors, read_hf_config, read_manifest
 from lema_core.device import CpuDevice, Device
 from lema_core.errors import ConfigError
 from lema_core.kv import KVCache
-from lema_core.ops.linear import LinearKernel
+from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.records import load_object
 from lema_core.runtime.batch import TokenBatch
@@ -71,7 +71,7 @@ def open_runner() -> Iterator[Callable[..., Opened]]:
         model = cut_model(adapter, bind_tensors(read_manifest(folder), adapter), max_granule_bytes)
         sizes = model.sizes(model.smallest_bytes, model.smallest_bytes, device.shares_ram)
         stores.append(TensorStore(model, device, sizes))
-        return adapter, ModelRunner(adapter, model, stores[-1], updates or {}, LinearKernel())
+        return adapter, ModelRunner(adapter, model, stores[-1], updates or {}, Kernels())
 
     yield build
     torch.set_num_threads(threads)

@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from lema_core.errors import ConfigError
-from lema_models.rope import RopeConfig, rotary_tables, rotate
+from lema_core.ops.elementwise import TorchElementwise, rotary
+from lema_models.rope import RopeConfig, rotary_tables
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA32 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -41,8 +42,20 @@ def test_tables_and_rotation(block, head_dim) -> None:
     q, k = (torch.randn(2, 2, 6, head_dim, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     expected = apply_rotary_pos_emb(q, k, *theirs(q, positions))
     tables = rotary_tables(rope, head_dim, positions)
-    for found, wanted in zip((rotate(q, tables), rotate(k, tables)), expected, strict=True):
-        assert found.is_contiguous() and (found - wanted).abs().max() <= 1e-6
+    kernel = TorchElementwise()
+    for found, wanted in zip((rotary(kernel, q, tables), rotary(kernel, k, tables)), expected, strict=True):
+        assert (found - wanted).abs().max() <= 1e-6
+
+
+def test_tables_of_a_token_do_not_depend_on_the_others() -> None:
+    """Bit for bit, and in the layout of the activations that they turn."""
+    rope, positions = RopeConfig(10000.0), torch.arange(3000, 3077).view(7, 11)
+    whole = rotary_tables(rope, 20, positions)
+    for table in whole:
+        assert table.shape == (7, 1, 11, 10) and table.permute(3, 0, 1, 2).flatten(1).is_contiguous()
+    for start, stop in ((0, 1), (5, 11)):
+        for part, table in zip(rotary_tables(rope, 20, positions[2:3, start:stop]), whole, strict=True):
+            assert torch.equal(part, table[2:3, :, start:stop])
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from lema_core.adapter import ModelAdapter, TensorSpec
 from lema_core.errors import ConfigError
 from lema_core.ops.context import ForwardContext
 from lema_core.ops.streamed import StreamedOps
-from lema_models.rope import RopeConfig, rotary_tables, rotate
+from lema_models.rope import RopeConfig, rotary_tables
 
 
 @dataclass(frozen=True)
@@ -157,13 +156,13 @@ class LlamaAdapter(ModelAdapter):
         x_BTC = x_BTC + self._attention(ops, layer, h_BTC, ctx)
         h_BTC = ops.rms_norm(x_BTC, f"{prefix}.post_attention_layernorm.weight", eps)
         gate_BTF, up_BTF = ops.linears(h_BTC, [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"])
-        return ops.block_output(x_BTC, F.silu(gate_BTF) * up_BTF, f"{prefix}.mlp.down_proj")
+        return ops.block_output(x_BTC, ops.silu_product(gate_BTF, up_BTF), f"{prefix}.mlp.down_proj")
 
     def _attention(self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
         c, prefix = self.config, f"model.layers.{layer}.self_attn"
         modules = [f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
         q, k, v = (y.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for y in ops.linears(x_BTC, modules))
-        q_BHTD, k_BGTD, v_BGTD = rotate(q, ctx.shared["rope"]), rotate(k, ctx.shared["rope"]), v.contiguous()
+        q_BHTD, k_BGTD, v_BGTD = ops.rotary(q, ctx.shared["rope"]), ops.rotary(k, ctx.shared["rope"]), v
         if ctx.cache is not None:
             k_BGTD, v_BGTD = ctx.cache.append(layer, k_BGTD, v_BGTD)
         out_BTC = ops.attention(q_BHTD, k_BGTD, v_BGTD, ctx, c.head_dim**-0.5)

@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al. 2021, "RoFormer", arXiv:2104.09864), in the half-split layout of Hugging Face
 files.
 
-Shapes: B rows, T tokens, H heads, D head size.
+Shapes: B rows, T tokens, N = B * T tokens, D head size.
 """
 
 from __future__ import annotations
@@ -76,15 +76,8 @@ class RopeConfig:
 
 
 def rotary_tables(rope: RopeConfig, head_dim: int, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 [B, 1, T, D / 2]."""
+    """cos and sin, fp32 [B, 1, T, D / 2], feature-major as what they turn."""
     frequencies = rope.inverse_frequencies(head_dim).to(positions_BT.device)
-    angles = positions_BT[:, None, :, None].float() * frequencies
-    return angles.cos(), angles.sin()
-
-
-def rotate(x_BHTD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the halves of each head by its token's angles; contiguous [B, H, T, D] in the dtype of ``x``."""
-    cos, sin = tables
-    first, second = x_BHTD.chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x_BHTD.dtype).contiguous()
+    angles_DN = frequencies[:, None] * positions_BT.flatten().float()
+    cos, sin = (table_DN.t().view(*positions_BT.shape, -1)[:, None] for table_DN in (angles_DN.cos(), angles_DN.sin()))
+    return cos, sin

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lema_core.checkpoint.describe import shorten
 from lema_core.errors import CheckpointError, ConfigError
+from lema_core.ops.adamw import AdamWKernel, AdamWRates, TorchAdamW
 
 _NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
@@ -40,7 +41,8 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """AdamW over fp32 ``params``, one at a time: no temporary is larger than the largest parameter.
+    """AdamW over fp32 ``params``, one at a time, by ``kernel`` (default: plain torch): no temporary is larger than the
+    largest parameter.
 
     With gradient g, moments m (``exp_avg``) and v (``exp_avg_sq``), step t, rate lr and decay w::
 
@@ -58,6 +60,7 @@ class AdamW:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        kernel: AdamWKernel | None = None,
     ) -> None:
         _check_range("learning_rate", lr, 0.0, math.inf)
         _check_range("adam_beta1", betas[0], 0.0, 1.0)
@@ -66,6 +69,7 @@ class AdamW:
         _check_range("weight_decay", weight_decay, 0.0, math.inf)
         group = {"params": list(params), "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self.param_groups: list[dict[str, Any]] = [group]
+        self._kernel = kernel or TorchAdamW()
         # made now, not in the first step, so that memory is known before a run begins
         self.state: dict[Tensor, dict[str, Tensor]] = {
             param: {
@@ -88,13 +92,8 @@ class AdamW:
                 state = self.state[param]
                 exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
                 state["step"] += 1
-                step = state["step"].item()
-                if decay:
-                    param.mul_(1 - lr * decay)
-                exp_avg.lerp_(grad, 1 - beta1)
-                exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                denominator = exp_avg_sq.sqrt().div_((1 - beta2**step) ** 0.5).add_(eps)
-                param.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+                rates = AdamWRates(lr, beta1, beta2, eps, decay, int(state["step"].item()))
+                self._kernel.update(param, grad, exp_avg, exp_avg_sq, rates)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:

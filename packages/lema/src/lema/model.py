@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from lema.planner import Machine, RunPlan, Workload, plan_run, this_machine
 from lema_core.budgets import parse_amount
 from lema_core.checkpoint import bind_tensors, read_generation_config, read_hf_config, read_manifest
 from lema_core.device import Device, open_device
-from lema_core.errors import CheckpointError, ConfigError, PluginError
+from lema_core.errors import CheckpointError, ConfigError
 from lema_core.memory import process_memory_limit
+from lema_core.ops.kernels import Kernels, choose_kernel, choose_kernels
 from lema_core.planning.flight import FlightCheck, flight_check
-from lema_core.ops.kernels import choose_kernel, choose_kernels
 from lema_core.plugins import get_plugin_manager
 from lema_core.records import Kernel, load_object
 from lema_core.runtime.batch import TokenBatch
@@ -106,8 +107,9 @@ class LemaModel:
         schedule = c.lr_schedule
         if optimizer is None:
             schedule = schedule or "constant"
+            betas, kernel = (c.adam_beta1, c.adam_beta2), self._kernels.adamw
             optimizer = AdamW(
-                lora.parameters().values(), c.learning_rate, (c.adam_beta1, c.adam_beta2), c.adam_eps, c.weight_decay
+                lora.parameters().values(), c.learning_rate, betas, c.adam_eps, c.weight_decay, kernel=kernel
             )
         options = TrainerOptions(
             learning_rate=c.learning_rate,
@@ -273,9 +275,12 @@ class LemaModel:
             plan = self.run_plan = self.plan()
             updates = self.lora.updates() if self.lora is not None else {}
             store = TensorStore(self._model, self._device, plan.sizes, plan.prefetch_distance)
-            kernels = choose_kernels(self.config.backend, self._device.torch_device.type)
-            self._runner = ModelRunner(self.adapter, self._model, store, updates, kernels, plan.scheduler)
+            self._runner = ModelRunner(self.adapter, self._model, store, updates, self._kernels, plan.scheduler)
         return self._runner
+
+    @cached_property
+    def _kernels(self) -> Kernels:
+        return choose_kernels(self.config.backend, self._device.torch_device.type)
 
     @property
     def budget(self) -> BudgetPlan | None:
@@ -293,7 +298,7 @@ class LemaModel:
         if self._flight is None or refresh:
             reads = [read for granule in self._model.layout.granules for read in granule.reads]
             largest = max(reads, key=lambda read: read.nbytes).path
-            kernel, name = load_object(self.kernel.impl)(), f"{self.kernel.name} {version(_package_of(self.kernel))}"
+            kernel, name = self._kernels.linear, f"{self.kernel.name} {version(_package_of(self.kernel))}"
             dtype = self._model.matrix_dtype
             self._flight = flight_check(largest, self._device, kernel, dtype, name, refresh=refresh, say=say)
         return self._flight

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lema_core.ops.attention import attention
 from lema_core.ops.context import Dropout, ForwardContext, Segment
-from lema_core.ops.linear import LinearKernel
+from lema_core.ops.elementwise import rms_norm, rotary, silu_product
+from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.tape import Products, Tape
 from lema_core.store.source import WeightSource
@@ -53,14 +54,14 @@ class StreamedOps:
     def __init__(
         self,
         weights: WeightSource,
-        kernel: LinearKernel,
+        kernels: Kernels,
         device: torch.device,
         dtype: torch.dtype,
         updates: Mapping[str, LowRankUpdate],
         biased: frozenset[str] = frozenset(),
     ) -> None:
         self.weights = weights
-        self.kernel = kernel
+        self.kernels = kernels
         self.device = device
         self.dtype = dtype
         self.updates = updates
@@ -109,27 +110,19 @@ class StreamedOps:
 
     def rms_norm(self, x_BTC: Tensor, name: str, eps: float) -> Tensor:
         """x / rms(x) * weight, statistics in fp32 (Zhang and Sennrich, 2019)."""
-        weight_C = self.vector(name)
-        x = x_BTC.float()
-        x = x * torch.rsqrt(self._mean_square(x) + eps)
-        return (x * weight_C).to(x_BTC.dtype)
+        return rms_norm(self.kernels.elementwise, x_BTC, self.vector(name), eps)
 
-    def _mean_square(self, x_BTC: Tensor) -> Tensor:
-        pieces = [x_BTC[..., start:stop, :] for start, stop in self.now.columns] or [x_BTC]
-        means = [piece.square().mean(-1, keepdim=True) for piece in pieces]
-        return means[0] if len(means) == 1 else torch.cat(means, dim=-2)
+    def silu_product(self, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
+        """silu(gate) * up (Shazeer, 2020)."""
+        return silu_product(self.kernels.elementwise, gate_BTF, up_BTF)
+
+    def rotary(self, x_BHTD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """The halves of each head, turned by its token's angles; ``tables``: cos and sin, fp32 [B, 1, T, D / 2]."""
+        return rotary(self.kernels.elementwise, x_BHTD, tables)
 
     def attention(self, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, ctx: ForwardContext, scale: float) -> Tensor:
         """Causal softmax attention inside each row; query heads are a multiple of key heads. -> [B, T, H * D]."""
-        if not ctx.segments:
-            out = _attention(q_BHTD, k_BHSD, v_BHSD, ctx.mask_BTS, scale)
-            return out.transpose(1, 2).flatten(2)
-        rows = []
-        for segment in ctx.segments:
-            q, k, v = (_rows_of(x, segment) for x in (q_BHTD, k_BHSD, v_BHSD))
-            out = _attention(q, k, v, segment.mask_BTS, scale)
-            rows.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
-        return (rows[0] if len(rows) == 1 else torch.cat(rows))[None]
+        return attention(self.kernels.attention, q_BHTD, k_BHSD, v_BHSD, ctx, scale)
 
     def dropout(self, x_BTC: Tensor, p: float, name: str) -> Tensor:
         """Dropout in training, identity otherwise."""
@@ -141,21 +134,6 @@ class StreamedOps:
 
     def has_bias(self, module: str) -> bool:
         return module in self.biased
-
-
-def _rows_of(x_1HND: Tensor, segment: Segment) -> Tensor:
-    """[1, H, N, D] -> [B, H, T, D] of one micro-batch."""
-    x_HnD = x_1HND[0, :, segment.start : segment.stop]
-    return x_HnD.unflatten(1, (segment.rows, segment.tokens)).transpose(0, 1)
-
-
-def _attention(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask_BTS: Tensor | None, scale: float) -> Tensor:
-    mask = None if mask_BTS is None else mask_BTS[:, None]
-    causal = mask is None and q_BHTD.shape[2] > 1
-    grouped = q_BHTD.shape[1] != k_BHSD.shape[1]
-    return F.scaled_dot_product_attention(
-        q_BHTD, k_BHSD, v_BHSD, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
 
 
 def _feature_major(x_NK: Tensor) -> Tensor:
@@ -201,7 +179,7 @@ class _Linears(torch.autograd.Function):
 
 def _products(ops: StreamedOps, now: Pass, modules: Sequence[str], x_KN: Tensor, values: bool) -> Products:
     updates = {module: ops.updates[module] for module in modules if module in ops.updates}
-    x = ops.kernel.packed(x_KN, now.columns) if values or updates else x_KN
+    x = ops.kernels.linear.packed(x_KN, now.columns) if values or updates else x_KN
     projected_rN = _through_A(ops, now, updates, x_KN, x) if updates else None
     outputs, first_row = [], 0
     for module in modules:
@@ -225,7 +203,7 @@ def _product(
         rows = slice(part.start, part.stop)
         update = None if term is None else (term[0][rows], *term[1:])
         with ops.weights.borrow(part) as weight:
-            ops.kernel.forward(weight, x, y_ON[rows], update, now.columns)
+            ops.kernels.linear.forward(weight, x, y_ON[rows], update, now.columns)
     if ops.has_bias(module):
         y_ON += ops.vector(f"{module}.bias").to(y_ON.dtype).unsqueeze(1)
     return y_ON
@@ -241,7 +219,7 @@ def _through_A(ops: StreamedOps, now: Pass, updates: Mapping[str, LowRankUpdate]
     if any(_drops(now, update) for update in updates.values()):
         rows = []
         for module, update in updates.items():
-            dropped = ops.kernel.packed(_dropped(now, module, update, x_KN), now.columns)
+            dropped = ops.kernels.linear.packed(_dropped(now, module, update, x_KN), now.columns)
             rows.append(_small_product(ops, now, update.lora_A.detach().to(x_KN.dtype), dropped, x_KN))
         return torch.cat(rows)
     a_rK = [update.lora_A.detach().to(x_KN.dtype) for update in updates.values()]
@@ -250,14 +228,14 @@ def _through_A(ops: StreamedOps, now: Pass, updates: Mapping[str, LowRankUpdate]
 
 def _small_product(ops: StreamedOps, now: Pass, a_rK: Tensor, x: Any, like_KN: Tensor) -> Tensor:
     out_rN = torch.empty(len(a_rK), like_KN.shape[1], dtype=like_KN.dtype, device=like_KN.device)
-    ops.kernel.forward(a_rK, x, out_rN, None, now.columns)
+    ops.kernels.linear.forward(a_rK, x, out_rN, None, now.columns)
     return out_rN
 
 
 def _through_B(ops: StreamedOps, now: Pass, update: LowRankUpdate, dy_ON: Tensor) -> Tensor:
     """The gradient of ``A x``: scale * B^T dy, [r, N]."""
     da_rN = torch.empty(update.rank, dy_ON.shape[1], dtype=dy_ON.dtype, device=dy_ON.device)
-    ops.kernel.input_gradient(update.lora_B.detach().to(dy_ON.dtype), dy_ON, da_rN, True, None, now.columns)
+    ops.kernels.linear.input_gradient(update.lora_B.detach().to(dy_ON.dtype), dy_ON, da_rN, True, None, now.columns)
     return da_rN.mul_(update.scale)
 
 
@@ -284,13 +262,15 @@ def _input_gradient(
                 first = dx_KN is None
                 if dx_KN is None:
                     dx_KN = torch.empty(weight.shape[1], dy_ON.shape[1], dtype=dy_ON.dtype, device=dy_ON.device)
-                ops.kernel.input_gradient(weight, dy_ON[part.start : part.stop], dx_KN, first, term, now.columns)
+                ops.kernels.linear.input_gradient(
+                    weight, dy_ON[part.start : part.stop], dx_KN, first, term, now.columns
+                )
             term = None
     for module in masked:
         update = ops.updates[module]
         branch_KN = torch.empty_like(dx_KN)
         a_rK = update.lora_A.detach().to(dx_KN.dtype)
-        ops.kernel.input_gradient(a_rK, da[module], branch_KN, True, None, now.columns)
+        ops.kernels.linear.input_gradient(a_rK, da[module], branch_KN, True, None, now.columns)
         dx_KN += branch_KN.mul_(now.dropout.mask(f"{module}.lora", branch_KN, update.dropout))
     return dx_KN
 

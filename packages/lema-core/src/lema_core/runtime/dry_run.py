@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lema_core.adapter import ModelAdapter
 from lema_core.ops.context import Dropout, ForwardContext, Segment
 from lema_core.ops.gradient import backward_from
+from lema_core.ops.kernels import Kernels
 from lema_core.ops.linear import LinearKernel
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import Pass, StreamedOps
@@ -212,10 +213,10 @@ class _Run:
         self.tokens = tokens
         self.weights = _StandInWeights(dry._model)
         self.counter = _ByteCounter(self.weights) if counted else None
-        self.kernel = _StandInKernel(self.weights)
+        self.kernels = Kernels(linear=_StandInKernel(self.weights))
         self.dtype = dry._dtype
         biased = dry._model.biased_modules
-        self.ops = _CountingOps(self.weights, self.kernel, torch.device("cpu"), dry._dtype, dry._updates, biased)
+        self.ops = _CountingOps(self.weights, self.kernels, torch.device("cpu"), dry._dtype, dry._updates, biased)
         self.segments = (Segment(0, tokens, 1, tokens),)
         self.ctx = ForwardContext(torch.arange(tokens)[None], segments=self.segments)
         self.adapter.prepare(self.ctx)

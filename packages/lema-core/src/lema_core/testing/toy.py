@@ -19,7 +19,7 @@ from lema_core.adapter import ModelAdapter, TensorSpec
 from lema_core.checkpoint import TensorInfo, read_manifest, write_safetensors
 from lema_core.device import Device
 from lema_core.ops.context import ForwardContext
-from lema_core.ops.linear import LinearKernel
+from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import StreamedOps
 from lema_core.runtime.runner import ModelRunner
@@ -198,7 +198,7 @@ def open_toy(
     model = cut_model(adapter, tensors, max_granule_bytes)
     sizes = model.sizes(ram_bytes, device_bytes, device.shares_ram)
     store = make_store(model, device, sizes, prefetch_distance)
-    return ModelRunner(adapter, model, store, updates or {}, LinearKernel())
+    return ModelRunner(adapter, model, store, updates or {}, Kernels())
 
 
 def granules_of(config: ToyConfig, tensors: Mapping[str, TensorInfo], max_granule_bytes: int) -> StreamedModel:
