@@ -23,7 +23,7 @@ from typing import Any
 from contest import announce, verdict
 from make_model import first_layers
 from shapes import SHAPES, add_model_options, model_folder, scratch_folder
-from smallest import smallest
+from smallest import smallest_group
 from workers import ChildFailed, worker
 
 WAITS_AT_MOST = 5.0
@@ -110,8 +110,13 @@ def _growth(
         fewer = max(found, default=0)
         low = found.get(fewer, 150) - resolution_mb
         likely = low + round(1.5e-6 * (count - fewer) * (lora + boundary)) + 2 * resolution_mb
-        found[count] = _smallest_group(
-            {**options, "folder": str(folder)}, count, low, likely if fewer else None, cap_mb, resolution_mb
+        found[count] = smallest_group(
+            {**options, "folder": str(folder)},
+            f"{count:>3} layers",
+            low,
+            max(1000, cap_mb),
+            resolution_mb,
+            likely if fewer else None,
         )
     print(
         f"of a layer: LoRA states {lora / 1e6:.2f} MB + boundary activations {boundary / 1e6:.2f} MB = "
@@ -126,47 +131,6 @@ def _growth(
                 f"{verdict(ratio <= GROWTH_AT_MOST)} (each found to {resolution_mb} MB)",
                 flush=True,
             )
-
-
-def _smallest_group(
-    options: dict[str, Any], layers: int, low_mb: int, likely_mb: int | None, cap_mb: int, resolution_mb: int
-) -> int:
-    """MB of the smallest group that runs a whole step. It is more than ``low_mb``, and no more than ``likely_mb`` if
-    the guess is good."""
-
-    def opens(mb: int) -> bool:
-        try:
-            with worker("lema", options, mb * 1_000_000):
-                return True
-        except ChildFailed as error:
-            if "BudgetError" not in str(error) and not error.killed:
-                raise SystemExit(f"{layers} layers in {mb} MB: {error}") from error
-            return False
-
-    high_mb = max(1000, cap_mb)
-    if likely_mb is not None and opens(likely_mb):
-        high_mb = likely_mb
-    elif likely_mb is not None:
-        low_mb = likely_mb
-    mb = smallest(opens, low_mb, high_mb, resolution_mb)
-    while True:
-        try:
-            with worker("lema", options, mb * 1_000_000) as child:
-                row = child.step()
-                peak = child.group.peak_bytes()
-            break
-        except ChildFailed as error:
-            print(f"  {layers} layers: the plan was accepted in {mb} MB, {error}", flush=True)
-            if mb > 4 * cap_mb:
-                raise SystemExit(f"{layers} layers do not even run in {mb} MB") from error
-            mb += resolution_mb
-    print(
-        f"{layers:>3} layers: smallest group {mb} MB; step {row['outside_s']:.2f} s, waited "
-        f"{100 * row['wait_s'] / row['step_s']:.2f} %, group peak {peak / 1e6:.0f} MB, "
-        f"rss peak {row['rss_peak_bytes'] / 1e6:.0f} MB",
-        flush=True,
-    )
-    return mb
 
 
 if __name__ == "__main__":
