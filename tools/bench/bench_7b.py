@@ -24,7 +24,7 @@ from contest import announce, verdict
 from make_model import first_layers
 from shapes import SHAPES, add_model_options, model_folder, scratch_folder
 from smallest import smallest_group
-from workers import ChildFailed, worker
+from workers import ChildFailed, measure_machine, worker
 
 WAITS_AT_MOST = 5.0
 GROWTH_AT_MOST = 1.1
@@ -56,6 +56,7 @@ def main() -> None:
     options["modules"] = ["q_proj", "k_proj", "v_proj", "o_proj"]
     with model_folder(a) as model, scratch_folder(None) as links:
         config = json.loads((model / "config.json").read_text())
+        measure_machine(str(model), a.threads)
         step_s = SHAPES[a.shape].step_flops(a.tokens, True) / 50e9 + 20
         if "step" in parts:
             announce("a whole step", a.steps * step_s + 30)

@@ -18,6 +18,7 @@ import argparse
 from contest import announce
 from shapes import SHAPES, add_model_options, model_folder
 from versus_peft import Aim, against_peft, peft_smallest_group
+from workers import measure_machine
 
 #: cap in MB, and the most that the step may take against PEFT's
 CAPS = ((2000, 0.88), (1250, 0.97))
@@ -50,6 +51,7 @@ def main() -> None:
     known = dict(CAPS)
     aims = [Aim(cap * 1_000_000, known.get(cap, CAPS[-1][1])) for cap in a.caps_mb]
     with model_folder(a) as model:
+        measure_machine(str(model), a.threads)
         options = {"folder": str(model), "tokens": a.tokens, "rank": a.rank, "threads": a.threads}
         _announce_all(SHAPES[a.shape].step_flops(a.tokens, False), a.pairs, len(aims), parts)
         if "caps" in parts:

