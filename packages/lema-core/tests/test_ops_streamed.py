@@ -10,14 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lema_core.ops.context import DropoutKey, ForwardContext, attention_mask_BTS, token_positions
+from lema_core.ops.context import Dropout, ForwardContext, Segment, attention_mask_BTS, token_positions
 from lema_core.ops.kernels import Kernels
 from lema_core.ops.linear import LinearKernel
 from lema_core.ops.low_rank import LowRankUpdate
-from lema_core.ops.streamed import StreamedOps
+from lema_core.ops.streamed import Pass, StreamedOps
 from lema_core.store.granules import Part
 
-KEY = DropoutKey(seed=1, step=2, micro_batch=3)
+
+def dropout(n_tokens: int, seed: int = 1, step: int = 2, micro_batch: int = 3) -> Dropout:
+    return Dropout(seed, step, [Segment(0, n_tokens, 1, n_tokens, micro_batch)])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -69,23 +71,23 @@ def low_rank(out_size: int, in_size: int, dropout: float, seed: int) -> LowRankU
     return LowRankUpdate(lora_A.requires_grad_(), lora_B.requires_grad_(), 0.7, dropout)
 
 
-def twin(x: Tensor, source: InMemory, module: str, update: LowRankUpdate | None, key: DropoutKey | None) -> Tensor:
+def twin(x: Tensor, source: InMemory, module: str, update: LowRankUpdate | None, drops: Dropout) -> Tensor:
     y = F.linear(x, source.held[f"{module}.weight"].float(), source.held.get(f"{module}.bias"))
     if update is None:
         return y
     seen = x
-    if key is not None and update.dropout:
+    if update.dropout:
         # Masks are drawn over features by tokens, the order in which activations lie in memory.
         like = x.detach().reshape(-1, x.shape[-1]).t().contiguous()
-        seen = x * key.mask(f"{module}.lora", like, update.dropout).t().view(x.shape)
+        seen = x * drops.mask(f"{module}.lora", like, update.dropout).t().view(x.shape)
     return y + update.scale * (seen @ update.lora_A.t() @ update.lora_B.t())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("x_needs_grad", [True, False])
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.parametrize("rows_per_part", [1, 4, 100])
-def test_linears_equal_plain_ones(dtype: torch.dtype, x_needs_grad: bool, dropout: float, rows_per_part: int) -> None:
+def test_linears_equal_plain_ones(dtype: torch.dtype, x_needs_grad: bool, p: float, rows_per_part: int) -> None:
     source = InMemory(
         {
             "a.weight": randn(10, 6, seed=1, dtype=dtype),
@@ -97,12 +99,14 @@ def test_linears_equal_plain_ones(dtype: torch.dtype, x_needs_grad: bool, dropou
     )
     found, expected = [], []
     for streamed in (True, False):
-        updates = {"a": low_rank(10, 6, dropout, 5), "c": low_rank(7, 6, 0.0, 7)}
+        updates = {"a": low_rank(10, 6, p, 5), "c": low_rank(7, 6, 0.0, 7)}
         x = randn(2, 5, 6, seed=9).requires_grad_(x_needs_grad)
         if streamed:
-            y_a, y_b, y_c = operations(source, updates).linears(x, ["a", "b", "c"], KEY)
+            ops = operations(source, updates)
+            with ops.during(Pass(dropout=dropout(10))):
+                y_a, y_b, y_c = ops.linears(x, ["a", "b", "c"])
         else:
-            y_a, y_b, y_c = (twin(x, source, m, updates.get(m), KEY) for m in ("a", "b", "c"))
+            y_a, y_b, y_c = (twin(x, source, m, updates.get(m), dropout(10)) for m in ("a", "b", "c"))
         (y_a.sin().sum() + (y_b * y_c[..., :3]).sum()).backward()
         grads = [t.grad for u in updates.values() for t in (u.lora_A, u.lora_B)]
         target = found if streamed else expected
@@ -200,25 +204,39 @@ def test_positions_count_real_tokens() -> None:
 
 def test_dropout_masks_depend_on_their_key_and_name_alone() -> None:
     like = torch.empty(400, 7)
-    mask = KEY.mask("m", like, 0.25)
+    mask = dropout(7).mask("m", like, 0.25)
     torch.manual_seed(123)
-    assert torch.equal(mask, KEY.mask("m", like, 0.25)), "recomputation redraws what the forward pass drew"
+    assert torch.equal(mask, dropout(7).mask("m", like, 0.25)), "recomputation redraws what the forward pass drew"
     assert mask.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
     assert abs((mask == 0).float().mean().item() - 0.25) < 0.03
     others = [
-        KEY.mask("n", like, 0.25),
-        DropoutKey(9, 2, 3).mask("m", like, 0.25),
-        DropoutKey(1, 9, 3).mask("m", like, 0.25),
-        DropoutKey(1, 2, 9).mask("m", like, 0.25),
+        dropout(7).mask("n", like, 0.25),
+        dropout(7, seed=9).mask("m", like, 0.25),
+        dropout(7, step=9).mask("m", like, 0.25),
+        dropout(7, micro_batch=9).mask("m", like, 0.25),
     ]
     assert not any(torch.equal(mask, other) for other in others)
     ops = operations(InMemory({}))
     x = randn(4, 5)
-    assert ops.dropout(x, 0.5, "d", None) is x and ops.dropout(x, 0.0, "d", KEY) is x
-    assert torch.equal(ops.dropout(x, 0.5, "d", KEY), x * KEY.mask("d", x, 0.5))
+    assert ops.dropout(x, 0.5, "d") is x, "there is none outside training"
+    drops = dropout(4)
     before = torch.random.get_rng_state()
-    ops.dropout(x, 0.5, "d", KEY)
+    with ops.during(Pass(dropout=drops)):
+        assert ops.dropout(x, 0.0, "d") is x
+        assert torch.equal(ops.dropout(x, 0.5, "d"), x * drops.mask("d", x.t(), 0.5).t())
+    assert ops.dropout(x, 0.5, "d") is x, "nor after the pass"
     assert torch.equal(before, torch.random.get_rng_state()), "torch's own generator is left alone"
+
+
+def test_a_micro_batch_has_the_same_dropout_alone_and_packed() -> None:
+    sizes = {4: 3, 0: 1, 7: 6}
+    segments, start = [], 0
+    for micro_batch, n in sizes.items():
+        segments.append(Segment(start, start + n, 1, n, micro_batch))
+        start += n
+    packed = Dropout(1, 2, segments).mask("m", torch.empty(9, start), 0.5)
+    alone = [dropout(n, micro_batch=micro_batch).mask("m", torch.empty(9, n), 0.5) for micro_batch, n in sizes.items()]
+    assert torch.equal(packed, torch.cat(alone, dim=1))
 
 
 def test_embedding_gives_rows_feature_major() -> None:

@@ -115,10 +115,14 @@ def chunk_loss(
         logits_nV = adapter.head(ops, h_nC)
     # .data: the gradient overwrites the logits, whose values no backward reads; detach() would have autograd object.
     work_nV = logits_nV.data if logits_nV.dtype == torch.float32 else logits_nV.data.float()
-    losses = [
-        _cross_entropy(work_nV[start:stop], targets[start:stop], gradient_scale)
-        for start, stop in ops.now.columns or ((0, len(targets)),)
-    ]
+    losses = []
+    for start, stop in ops.now.columns or ((0, len(targets)),):
+        piece_nV = work_nV[start:stop]
+        # Torch sums numbers that lie together in another order than those of one token among others.
+        alone_nV = piece_nV.contiguous() if stop - start == 1 else piece_nV
+        losses.append(_cross_entropy(alone_nV, targets[start:stop], gradient_scale))
+        if alone_nV is not piece_nV:
+            piece_nV.copy_(alone_nV)
     if logits_nV.requires_grad:
         backward_from(logits_nV, work_nV.to(logits_nV.dtype))
     return torch.cat(losses), None if h_nC.grad is None else h_nC.grad.t()
