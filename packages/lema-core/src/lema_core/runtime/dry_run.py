@@ -108,8 +108,8 @@ class DryRun:
         self._updates = {
             name: replace(
                 update,
-                lora_A=torch.zeros(update.lora_A.shape, requires_grad=True),
-                lora_B=torch.zeros(update.lora_B.shape, requires_grad=True),
+                lora_A=_zeros(update.lora_A.shape, torch.float32).requires_grad_(),
+                lora_B=_zeros(update.lora_B.shape, torch.float32).requires_grad_(),
             )
             for name, update in updates.items()
         }
@@ -329,7 +329,7 @@ class _StandInWeights:
             self.step = _Step()
         self.borrowed.append(part)
         self.steps.append(self.step)
-        yield torch.zeros((), dtype=part.dtype).expand(part.shape)
+        yield _zeros(part.shape, part.dtype)
 
     def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros(ids.numel(), self._model.embeddings[name].shape[1], dtype=dtype)
@@ -414,6 +414,11 @@ class _ByteCounter(TorchDispatchMode):
             if torch.UntypedStorage._expired(reference):
                 torch.UntypedStorage._free_weak_ref(reference)
                 del self._alive[key]
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory."""
+    return torch.zeros((), dtype=dtype).expand(shape)
 
 
 def _nbytes(tensor: Tensor) -> int:
