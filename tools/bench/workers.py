@@ -58,6 +58,7 @@ class Worker:
             preexec_fn=group.enter,
             env={**os.environ, **ENVIRONMENT[side], **environment},
         )
+        self.pid = self._process.pid
         #: what the child said of itself before its first step
         self.ready: dict[str, Any] = {}
 
