@@ -30,6 +30,11 @@ _MERGE_GAP_BYTES = 2 * SECTOR_BYTES
 _MAX_ROWS_ALIGN = 16
 
 
+def whole_sectors(nbytes: int) -> int:
+    """``nbytes`` rounded up to sectors, to one at least."""
+    return -(-max(1, nbytes) // SECTOR_BYTES) * SECTOR_BYTES
+
+
 @dataclass(frozen=True)
 class Read:
     """One contiguous file range that lands at ``slot_offset``; offsets and ``nbytes`` are multiples of SECTOR_BYTES.
