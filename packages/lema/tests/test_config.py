@@ -163,6 +163,9 @@ def test_options_that_contradict_each_other() -> None:
     assert "warmup_steps: 20 is more than max_steps 10" in _refusal(warmup_steps=20, max_steps=10)
     assert "contradict" in _refusal(eval_file="a.jsonl", eval_split=0.1)
     assert "nothing to evaluate" in _refusal(eval_steps=5)
+    assert _refusal(hardware="t4") == "hardware: 't4' is for task=plan; task=train runs on this machine"
+    assert "plot: true is for task=plan" in _refusal(plot=True, task="doctor")
+    assert LemaConfig(task="plan", hardware="t4", plot="true").plot is True
 
 
 def test_long_values_are_shown_in_part() -> None:

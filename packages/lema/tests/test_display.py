@@ -82,6 +82,18 @@ def test_summary_prints_absolute_paths_and_units() -> None:
     ]
 
 
+def test_figures_that_belong_together_are_shown_one_by_one() -> None:
+    out = io.StringIO()
+    print_summary(
+        {"prediction": {"step_s": 1.5, "read_bytes": 2_000_000}, "measured": None, "example": {"a": "b"}}, out
+    )
+    assert out.getvalue().splitlines() == [
+        "prediction.step_s      1.5 s",
+        "prediction.read_bytes  2.00 MB",
+        "example                {'a': 'b'}",
+    ]
+
+
 def _steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 

@@ -34,6 +34,7 @@ error, 130 Ctrl-C.
   python -m lema +model=smollm2_135m +recipe=demo
   python -m lema +model=smollm2_135m train_file=rows.jsonl lora_rank=32 output_dir=runs/first
   python -m lema model_name_or_path=./my-model task=generate prompt="Once upon a time"
+  python -m lema +model=smollm2_135m task=plan batch_size=4
   python -m lema task=doctor"""
 
 ONE_MEMORY = "On a CPU, RAM is the device's memory: of an option's two halves, _vram and _ram, the smaller one counts."
@@ -69,6 +70,12 @@ def _run(config: LemaConfig) -> None:
         print_report(sys.stdout, config)
         return
     check_complete(config)
+    if config.task == "plan":
+        with quick_imports():
+            from lema.plan_task import print_plan
+
+        print_plan(config, sys.stdout)
+        return
     with quick_imports():
         from lema import tasks
     from lema.display import print_summary

@@ -74,7 +74,7 @@ def compose(overrides: Iterable[str] = (), config_file: str | Path | None = None
     values: dict[str, Any] = {}
     typed: dict[str, Any] = {}
     if config_file is not None:
-        for key, value in _load_yaml(Path(config_file)).items():
+        for key, value in load_yaml(Path(config_file), "--config").items():
             _sort_in(key, value, groups, values, where=f"{config_file}: ")
     for override in overrides:
         key, value = _parse_override(override)
@@ -144,7 +144,8 @@ def _parse_override(override: str) -> tuple[str, Any]:
         raise ConfigError(f"{key}: cannot read {value!r}: {_first_line(error)}; put quotes around text") from error
 
 
-def _load_yaml(path: Path) -> dict[str, Any]:
+def load_yaml(path: Path, option: str) -> dict[str, Any]:
+    """The mapping that a YAML file holds. ``option`` is who named the file. Raises ConfigError naming file and line."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -152,7 +153,7 @@ def _load_yaml(path: Path) -> dict[str, Any]:
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror or error}") from error
+        raise ConfigError(f"{option} {path}: {error.strerror or error}") from error
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: not YAML: {error.problem}") from error

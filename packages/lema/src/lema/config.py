@@ -26,8 +26,6 @@ ABSENT = {
     "grad_accum_backend": "gradients of LoRA weights are accumulated beside them",
     "init": "this version starts from a checkpoint; give model_name_or_path",
     "model_overrides": "this version starts from a checkpoint; its config.json says what the model is",
-    "hardware": "this version plans for the machine it runs on; task=doctor shows it",
-    "plot": "this version draws nothing; metrics.jsonl has every step's figures",
 }
 
 
@@ -80,14 +78,14 @@ def _layer(value: Any) -> int | str:
 
 
 _MODEL, _LORA, _DATA, _OPTIM = "Model and task", "LoRA", "Data", "Optimization"
-_RUN, _MEMORY, _GENERATE = "Run, files and resuming", "Memory", "Generation"
+_RUN, _MEMORY, _PLAN, _GENERATE = "Run, files and resuming", "Memory", "Planning", "Generation"
 
 
 @dataclass(kw_only=True)
 class LemaConfig:
     """Every option of a run. All have defaults; a value that is not allowed raises ConfigError when it is assigned."""
 
-    task: str = choice("train", _MODEL, "What to do.", ("train", "generate", "evaluate", "doctor"))
+    task: str = choice("train", _MODEL, "What to do.", ("train", "generate", "evaluate", "plan", "doctor"))
     model_name_or_path: str | None = path(
         None, _MODEL, "A folder in Hugging Face layout, or package:NAME for a model inside an installed package."
     )
@@ -242,6 +240,11 @@ class LemaConfig:
         None, _MEMORY, "Take the least memory whose predicted step is as short as this; null takes what there is.", 1
     )
 
+    hardware: str | None = path(
+        None, _PLAN, "The machine that task=plan plans for: t4, rtx4090, h200, or FILE.yaml; null is this machine."
+    )
+    plot: bool = flag(False, _PLAN, "task=plan draws memory and transfers over one step, to output_dir/plan.png.")
+
     prompt: str | None = text(None, _GENERATE, "What task=generate goes on from.")
     chat: bool | None = flag(
         None, _GENERATE, "Take the prompt as a user's message of a chat; null: when the model has a chat template."
@@ -267,6 +270,10 @@ class LemaConfig:
         has_rows = self.eval_file is not None or self.eval_split > 0 or self.train_file == "demo"
         if self.eval_steps is not None and not has_rows:
             raise ConfigError(f"eval_steps: {self.eval_steps} has nothing to evaluate; give eval_file or eval_split")
+        if self.task != "plan" and self.hardware is not None:
+            raise ConfigError(f"hardware: {self.hardware!r} is for task=plan; task={self.task} runs on this machine")
+        if self.task != "plan" and self.plot:
+            raise ConfigError(f"plot: true is for task=plan, which draws a step; task={self.task} draws nothing")
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, self.option(name).read(name, value))

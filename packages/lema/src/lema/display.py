@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -101,12 +101,21 @@ def _clock(seconds: float) -> str:
 
 def print_summary(summary: Mapping[str, Any], out: TextIO) -> None:
     """The result of a task, one ``name  value`` per line, paths absolute. ``text``, what was generated, comes first."""
-    rows = {name: _shown(name, value) for name, value in summary.items() if name != "text" and value is not None}
+    rows = {name: _shown(name, value) for name, value in _flat(summary) if name != "text" and value is not None}
     if "text" in summary:
         print(summary["text"], file=out)
     width = max(map(len, rows), default=0)
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}", file=out)
+
+
+def _flat(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """``prediction`` and the like become ``prediction.step_s`` ...; an example's texts stay together."""
+    for name, value in summary.items():
+        if isinstance(value, Mapping) and name != "example":
+            yield from ((f"{name}.{part}", figure) for part, figure in value.items())
+        else:
+            yield name, value
 
 
 def _shown(name: str, value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,15 @@ def refuse_earlier_run(output_dir: str | Path, resume: str) -> None:
             f"output_dir: {Path(output_dir).absolute()} holds checkpoints of an earlier run (steps {steps}); "
             "go on from there with resume=auto, or give another output_dir"
         )
+
+
+def read_steps(output_dir: str | Path, after: int = 0) -> Iterator[dict[str, Any]]:
+    """What metrics.jsonl says of the steps after step ``after``."""
+    with (Path(output_dir) / METRICS_FILE).open(encoding="utf-8") as file:
+        for line in file:
+            metrics = json.loads(line)
+            if metrics["step"] > after:
+                yield metrics
 
 
 def finite_or_null(values: Mapping[str, Any]) -> dict[str, Any]:

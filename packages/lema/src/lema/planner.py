@@ -174,7 +174,8 @@ class RunPlan:
         return self.scheduler.trace(self.work.shape, self.schedule)
 
     @cached_property
-    def _steady(self) -> SteadyStep:
+    def steady(self) -> SteadyStep:
+        """The plan of such a step, once steps like it went before."""
         far_slots = None if self.machine.shares_ram else self.sizes.ram_slots
         return steady_step(self.trace, self.near_slots, far_slots, self.prefetch_distance)
 
@@ -182,7 +183,7 @@ class RunPlan:
     def prediction(self) -> StepPrediction:
         """Time and traffic of a step of the expected shape, once steps like it went before."""
         granules = self.work.model.layout.granules
-        return predict_step(self.trace, self._steady.plan, granules, self.machine.rates)
+        return predict_step(self.trace, self.steady.plan, granules, self.machine.rates)
 
     @property
     def activation_bytes(self) -> int:

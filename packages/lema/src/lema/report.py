@@ -21,10 +21,11 @@ def print_sections(sections: Mapping[str, Sequence[Row]], out: TextIO) -> None:
     if out.isatty():
         _print_tables(sections, out)
         return
+    width = max((len(row.name) for rows in sections.values() for row in rows), default=0)
     for title, rows in sections.items():
         print(f"{title}:", file=out)
         for row in rows:
-            print(f"  {row.name:<28} {_verdict(row):<4}{row.detail}".rstrip(), file=out)
+            print(f"  {row.name:<{width}} {_verdict(row):<4}{row.detail}".rstrip(), file=out)
         print(file=out)
 
 

@@ -13,8 +13,9 @@ from lema.config import LemaConfig
 from lema.display import TrainingDisplay
 from lema.evaluation import Evaluation, evaluate_dataset
 from lema.interrupts import StopRequest
-from lema.metrics import MetricsWriter, finite_or_null, refuse_earlier_run
+from lema.metrics import MetricsWriter, finite_or_null, read_steps, refuse_earlier_run
 from lema.model import LemaModel
+from lema.prediction import measured, predicted
 from lema_core.errors import CheckpointError
 from lema_core.memory import anonymous_bytes, peak_rss_bytes
 from lema_core.plugins import get_plugin_manager
@@ -114,6 +115,8 @@ def _train(
                 "train_s": train_s,
                 "total_s": time.perf_counter() - started,
                 **_memory(model),
+                "prediction": predicted(model.run_plan),
+                "measured": measured(read_steps(output_dir, first_step)),
                 "example": evaluations["after"].example if "after" in evaluations else None,
                 "checkpoint": None if checkpoint is None else str(checkpoint),
             }
@@ -187,9 +190,9 @@ def _datasets(model: LemaModel, config: LemaConfig, output_dir: Path) -> tuple[D
         _make_folder(output_dir)
         train_path, held_out = write_demo(output_dir / "demo", seed=config.seed)
         train_file, eval_file = str(train_path), eval_file or str(held_out)
-    rows = _load(model, config, train_file)
+    rows = load_rows(model, config, train_file)
     if eval_file is not None:
-        return rows, _load(model, config, eval_file)
+        return rows, load_rows(model, config, eval_file)
     return split_dataset(rows, config.eval_split, config.seed) if config.eval_split else (rows, None)
 
 
@@ -202,11 +205,12 @@ def _make_folder(output_dir: Path) -> None:
 
 def _evaluation_rows(model: LemaModel, config: LemaConfig) -> Dataset:
     if config.eval_file is not None:
-        return _load(model, config, config.eval_file)
-    return split_dataset(_load(model, config, config.train_file), config.eval_split, config.seed)[1]
+        return load_rows(model, config, config.eval_file)
+    return split_dataset(load_rows(model, config, config.train_file), config.eval_split, config.seed)[1]
 
 
-def _load(model: LemaModel, config: LemaConfig, path: str) -> Dataset:
+def load_rows(model: LemaModel, config: LemaConfig, path: str) -> Dataset:
+    """The rows of a JSONL file, encoded and cut to what ``model`` and ``config`` take."""
     limit = config.max_seq_length
     if model.adapter.hard_max_positions:
         limit = min(limit, model.adapter.max_positions)

@@ -1,0 +1,69 @@
+"""What a plan says of a run in figures: the memory of each tier, and one step, beside what was then measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from lema.planner import RunPlan
+
+
+@dataclass(frozen=True)
+class TierMemory:
+    """Bytes at most in one tier. ``held``: by the process before its first step; ``states``: gradients and moments."""
+
+    limit: int
+    held: int
+    weights: int
+    activations: int
+    states: int
+
+    @property
+    def total(self) -> int:
+        return self.held + self.weights + self.activations + self.states
+
+
+def tier_memory(run: RunPlan) -> dict[str, TierMemory]:
+    """By tier: ``ram``, and ``device`` where that is another memory."""
+    machine, sizes, model = run.machine, run.sizes, run.work.model
+    slot_bytes = model.layout.slot_bytes
+    in_ram = sizes.ram_slots * slot_bytes + sizes.n_rows * model.row_bytes + model.bounce_bytes
+    beside = run.activation_bytes, run.states_bytes
+    if machine.shares_ram:
+        return {"ram": TierMemory(machine.ram_limit, machine.ram_held, in_ram, *beside)}
+    return {
+        "device": TierMemory(machine.device_free, 0, sizes.device_slots * slot_bytes, *beside),
+        "ram": TierMemory(machine.ram_limit, machine.ram_held, in_ram, 0, 0),
+    }
+
+
+def predicted(run: RunPlan) -> dict[str, Any]:
+    """For summary.json, under the names that :func:`measured` has. ``ram_peak_bytes`` and ``device_peak_bytes`` are of
+    the weights, ``process_peak_bytes`` of all that is in RAM."""
+    step, tiers = run.prediction, tier_memory(run)
+    return {
+        "step_s": step.step_s,
+        "wait_s": step.wait_s,
+        "bound_by": step.bound_by,
+        "read_bytes": step.read_bytes,
+        "copied_bytes": step.copied_bytes,
+        "device_peak_bytes": tiers["device"].weights if "device" in tiers else 0,
+        "ram_peak_bytes": tiers["ram"].weights,
+        "process_peak_bytes": tiers["ram"].total,
+    }
+
+
+def measured(steps: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The same of steps as metrics.jsonl has them: medians without the first, which finds its windows empty, and
+    peaks. None without steps."""
+    steps = list(steps)
+    if not steps:
+        return None
+    typical = steps[1:] or steps
+    return {
+        **{name: median(step[name] for step in typical) for name in ("step_s", "wait_s", "read_bytes")},
+        **{name: max(step[name] for step in steps) for name in ("device_peak_bytes", "ram_peak_bytes")},
+        "process_peak_bytes": max(step["rss_peak_bytes"] for step in steps),
+    }
