@@ -105,6 +105,8 @@ class LemaModel:
         c = self.config
         lora = self._require_lora()
         schedule = c.lr_schedule
+        # Memory is shared out before the moments take theirs: they are counted as something still to come.
+        runner = self.runner
         if optimizer is None:
             schedule = schedule or "constant"
             betas, kernel = (c.adam_beta1, c.adam_beta2), self._kernels.adamw
@@ -123,7 +125,7 @@ class LemaModel:
             base_model=self._base_name(),
             config=c.to_dict(),
         )
-        return Trainer(self.runner, lora, optimizer, options, say)
+        return Trainer(runner, lora, optimizer, options, say)
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Write the LoRA weights as a PEFT adapter folder; returns it. Into an existing folder the files are replaced
