@@ -116,6 +116,36 @@ LEMA_API int32_t lema_adamw_moments(const float *grad, float *exp_avg, float *ex
 LEMA_API int32_t lema_adamw_descend(float *param, const float *exp_avg, const float *root, int64_t count, float keep,
                                     float correction, float eps, float step, int32_t threads);
 
+/* ---- Causal attention, inside each row of each segment of N tokens: a segment is `rows` times `tokens` columns from
+   `start` on, row after row, and no column belongs to two. Head h reads key head h / (heads / groups). All matrices are
+   fp32 with a head's D features below each other: q and out [heads * D, N], k and v [groups * D, N]. A token's bits
+   depend on its row alone. D is a multiple of 16, at most 256. */
+typedef struct lema_segment {
+  int64_t start, rows, tokens;
+} lema_segment;
+
+typedef struct lema_attention {
+  const float *q, *k, *v; /* at any address ... */
+  int64_t q_stride, k_stride, v_stride; /* ... with rows so many elements apart */
+  int64_t heads, groups, d, n;
+  const lema_segment *segments;
+  int64_t n_segments;
+  float *out; /* contiguous, as everything below; read for the gradient */
+  float *largest, *inverse; /* [heads, N]: what the gradient needs of the softmax */
+  const float *d_out; /* null: compute out, largest, inverse; else dq, dk, dv */
+  int64_t d_out_stride;
+  float *dq, *dk, *dv;
+  void *scratch; /* at any address */
+  int64_t scratch_bytes; /* at least lema_attention_scratch_bytes() */
+  float scale;
+  int32_t threads;
+} lema_attention;
+
+/* Reads sizes, segments, threads and whether there is `d_out`. */
+LEMA_API int64_t lema_attention_scratch_bytes(const lema_attention *attention);
+
+LEMA_API int32_t lema_attend(const lema_attention *attention);
+
 /* One contiguous piece of an open file. `direct`: the descriptor bypasses the page cache, which wants target, offset and
    bytes in multiples of 4096. Only the first `needed_bytes` of `bytes` have to be there. lema_read() sets `done_bytes`,
    of which the target holds the file's, and `error`, an errno; the file ends there where that is 0 and too little done. */

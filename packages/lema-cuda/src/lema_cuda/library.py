@@ -31,6 +31,8 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "lema_rotate": (_int32, (*[_address] * 3, *[_int64] * 3, _int32, _address, _int32)),
     "lema_adamw_moments": (_int32, (*[_address] * 3, _int64, *[_float] * 3, _int32)),
     "lema_adamw_descend": (_int32, (*[_address] * 3, _int64, *[_float] * 4, _int32)),
+    "lema_attention_scratch_bytes": (_int64, (_address,)),
+    "lema_attend": (_int32, (_address,)),
     "lema_read": (_int32, (_address, _int64, _int64, _int32)),
     "lema_widen": (_int32, (_address, _int32, _int64, _address)),
 }

@@ -1,0 +1,446 @@
+// Attention of one head within one row, in blocks of 64 queries by 64 keys (Dao 2023, "FlashAttention-2"): no matrix of
+// scores exists as a whole. Heads are feature-major, [D, tokens], so queries fill the lanes of a register, 16 of them in
+// a strip, and nothing is transposed but for the gradients of keys and values.
+//
+// Blocks are counted from the row's first token and sums go through them in order: the bits of a token depend on its row
+// alone. Scores are powers of two: the factor log2(e) is part of what queries are multiplied by.
+
+#include "attention.h"
+#include "formats_avx2.h"
+
+#include <sched.h>
+
+namespace lema {
+namespace {
+
+constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.693147180559945309f;
+constexpr float SMALLEST_POWER = -126.0f;
+
+inline __m256 all(float value) { return _mm256_set1_ps(value); }
+
+// 2^x for x <= 0, to one unit in the last place; below 2^-126 it is 2^-126.
+inline __m256 power_of_two(__m256 x) {
+  x = _mm256_max_ps(all(SMALLEST_POWER), x);  // in this order NaN stays NaN
+  const __m256 shift = all(12582912.0f);  // 1.5 * 2^23: added, it leaves a whole number in the lowest bits
+  const __m256 shifted = _mm256_add_ps(x, shift), rest = _mm256_sub_ps(x, _mm256_sub_ps(shifted, shift));
+  __m256 p = all(0.000153456963f);
+  p = _mm256_fmadd_ps(p, rest, all(0.001340006331f));
+  p = _mm256_fmadd_ps(p, rest, all(0.009618490397f));
+  p = _mm256_fmadd_ps(p, rest, all(0.05550328451f));
+  p = _mm256_fmadd_ps(p, rest, all(0.2402264687f));
+  p = _mm256_fmadd_ps(p, rest, all(0.6931472059f));
+  p = _mm256_fmadd_ps(p, rest, all(1.0f));
+  const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
+}
+
+inline __m256 lanes_from(float first) {
+  return _mm256_add_ps(all(first), _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+// ----------------------------------------------------------------------------------------------------------- products
+
+// c[row][16] (+)= sum over i < outer, j < inner of a[row * a_row + i * a_outer + j * a_inner] * b[i * inner + j][16].
+struct Sum {
+  const float *a;
+  int64_t a_row, a_inner, inner;
+  const float *b;
+  float *c;
+  int64_t c_row;
+  bool add;
+  int64_t a_outer = 0, outer = 1;
+};
+
+template <int ROWS>
+inline void tile(const Sum &s, int64_t row) {
+  const float *a_of_row = s.a + row * s.a_row, *b = s.b;
+  float *c = s.c + row * s.c_row;
+  __m256 low[ROWS], high[ROWS];
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; ++r) {
+    low[r] = s.add ? _mm256_loadu_ps(c + r * s.c_row) : _mm256_setzero_ps();
+    high[r] = s.add ? _mm256_loadu_ps(c + r * s.c_row + LANES) : _mm256_setzero_ps();
+  }
+  for (int64_t i = 0; i < s.outer; ++i, a_of_row += s.a_outer) {
+    const float *a = a_of_row;
+    for (int64_t j = 0; j < s.inner; ++j, a += s.a_inner, b += STRIP) {
+      const __m256 b_low = _mm256_load_ps(b), b_high = _mm256_load_ps(b + LANES);
+#pragma GCC unroll 6
+      for (int r = 0; r < ROWS; ++r) {
+        const __m256 factor = _mm256_broadcast_ss(a + r * s.a_row);
+        low[r] = _mm256_fmadd_ps(factor, b_low, low[r]);
+        high[r] = _mm256_fmadd_ps(factor, b_high, high[r]);
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; ++r) {
+    _mm256_storeu_ps(c + r * s.c_row, low[r]);
+    _mm256_storeu_ps(c + r * s.c_row + LANES, high[r]);
+  }
+}
+
+void tile_of(int rows, const Sum &sum, int64_t row) {
+  switch (rows) {
+    case 1: return tile<1>(sum, row);
+    case 2: return tile<2>(sum, row);
+    case 3: return tile<3>(sum, row);
+    case 4: return tile<4>(sum, row);
+    case 5: return tile<5>(sum, row);
+    default: return tile<6>(sum, row);
+  }
+}
+
+constexpr int64_t TILE = 6;
+
+void multiply(const Sum &sum, int64_t rows) {
+  int64_t row = 0;
+  for (; row + TILE <= rows; row += TILE) tile<TILE>(sum, row);
+  if (row < rows) tile_of(static_cast<int>(rows - row), sum, row);
+}
+
+// ------------------------------------------------------------------------------------------------------------ packing
+
+// `tokens` (at most 16) columns of x [D, ...], times `factor` -> strip[D][16], zeros beyond.
+void pack_strip(const float *x, int64_t stride, int64_t d, int64_t tokens, float factor, float *strip) {
+  const __m256 by = all(factor);
+  for (int64_t i = 0; i < d; ++i, x += stride, strip += STRIP) {
+    if (tokens == STRIP) {
+      _mm256_store_ps(strip, _mm256_mul_ps(_mm256_loadu_ps(x), by));
+      _mm256_store_ps(strip + LANES, _mm256_mul_ps(_mm256_loadu_ps(x + LANES), by));
+    } else {
+      for (int64_t t = 0; t < STRIP; ++t) strip[t] = t < tokens ? x[t] * factor : 0.0f;
+    }
+  }
+}
+
+// `tokens` (at most 64) columns of x [D, ...] -> block[D][64].
+void pack_block(const float *x, int64_t stride, int64_t d, int64_t tokens, float *block) {
+  for (int64_t i = 0; i < d; ++i) memcpy(block + i * BLOCK, x + i * stride, tokens * sizeof(float));
+}
+
+inline void transpose(const float *x, int64_t x_row, __m256 (&column)[8]) {
+  __m256 r[8], pairs[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(x + i * x_row);
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  __m256 fours[8];
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    fours[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+    fours[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+    fours[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+    fours[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    column[i] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
+    column[i + 4] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
+  }
+}
+
+// strip[D][16] -> for each 16 features [64 tokens][16]; `turned` is where the strip's first token goes.
+void turn_strip(const float *strip, int64_t d, float *turned) {
+  __m256 column[8];
+  for (int64_t i = 0; i < d; i += LANES)
+    for (int64_t t = 0; t < STRIP; t += LANES) {
+      transpose(strip + i * STRIP + t, STRIP, column);
+      float *target = turned + i / STRIP * BLOCK * STRIP + t * STRIP + i % STRIP;
+      for (int j = 0; j < LANES; ++j) _mm256_store_ps(target + j * STRIP, column[j]);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------ forward
+
+struct Keys {  // of one block
+  int64_t first, count;
+};
+
+Keys keys_of(int64_t block, int64_t tokens) {
+  return {block * BLOCK, at_most(BLOCK, tokens - block * BLOCK)};
+}
+
+// Of a block of keys that begins with the same token as the block of queries: what a strip of them sees.
+int64_t seen_keys(bool same_block, int64_t count, int64_t strip) {
+  return same_block ? at_most(count, (strip + 1) * STRIP) : count;
+}
+
+// Ones where the key `row` of the block comes after the query of the lane.
+inline __m256 hidden(int64_t row, int64_t strip, int64_t lane) {
+  return _mm256_cmp_ps(all(static_cast<float>(row)), lanes_from(static_cast<float>(strip * STRIP + lane)), _CMP_GT_OQ);
+}
+
+// Scores of a strip for one block of keys become powers of two. largest, sum: of the keys so far, updated; returns what
+// the sums over earlier keys must be multiplied by.
+__m256 soften(float *scores, int64_t keys, bool same_block, int64_t strip, int64_t lane, __m256 &largest, __m256 &sum) {
+  const int64_t open = same_block ? at_most(keys, strip * STRIP) : keys;
+  const __m256 before = largest;
+  for (int64_t s = 0; s < open; ++s) largest = _mm256_max_ps(largest, _mm256_load_ps(scores + s * STRIP));
+  for (int64_t s = open; s < keys; ++s) {
+    const __m256 score = _mm256_load_ps(scores + s * STRIP);
+    largest = _mm256_max_ps(largest, _mm256_blendv_ps(score, largest, hidden(s, strip, lane)));
+  }
+  const __m256 correction = power_of_two(_mm256_sub_ps(before, largest));
+  sum = _mm256_mul_ps(sum, correction);
+  for (int64_t s = 0; s < open; ++s) {
+    const __m256 power = power_of_two(_mm256_sub_ps(_mm256_load_ps(scores + s * STRIP), largest));
+    _mm256_store_ps(scores + s * STRIP, power);
+    sum = _mm256_add_ps(sum, power);
+  }
+  for (int64_t s = open; s < keys; ++s) {
+    __m256 power = power_of_two(_mm256_sub_ps(_mm256_load_ps(scores + s * STRIP), largest));
+    power = _mm256_andnot_ps(hidden(s, strip, lane), power);
+    _mm256_store_ps(scores + s * STRIP, power);
+    sum = _mm256_add_ps(sum, power);
+  }
+  return correction;
+}
+
+void scale_rows(float *strip, int64_t d, __m256 low, __m256 high) {
+  for (int64_t i = 0; i < d; ++i, strip += STRIP) {
+    _mm256_store_ps(strip, _mm256_mul_ps(_mm256_load_ps(strip), low));
+    _mm256_store_ps(strip + LANES, _mm256_mul_ps(_mm256_load_ps(strip + LANES), high));
+  }
+}
+
+// strip[D][16] -> `tokens` columns of x [D, ...].
+void put_strip(const float *strip, int64_t d, int64_t tokens, float *x, int64_t stride) {
+  for (int64_t i = 0; i < d; ++i) memcpy(x + i * stride, strip + i * STRIP, tokens * sizeof(float));
+}
+
+// What a thread computes in: consecutive pieces of its scratch.
+class Pieces {
+ public:
+  explicit Pieces(float *first) : next_(first) {}
+  float *take(int64_t floats) {
+    float *const piece = next_;
+    next_ += floats;
+    return piece;
+  }
+
+ private:
+  float *next_;
+};
+
+}  // namespace
+
+int64_t attention_floats(int64_t d) { return 4 * BLOCK * d + BLOCK * STRIP; }
+
+void attend(const lema_attention &a, const HeadRow &row, int64_t block, float *scratch) {
+  const int64_t d = a.d, group = row.head / (a.heads / a.groups);
+  const float *const k = a.k + group * d * a.k_stride + row.column, *const v = a.v + group * d * a.v_stride + row.column;
+  const Keys queries = keys_of(block, row.tokens);
+  const int64_t strips = (queries.count + STRIP - 1) / STRIP, column = row.column + queries.first;
+  const float *const q = a.q + row.head * d * a.q_stride + column;
+  Pieces pieces(scratch);
+  float *const q_strips = pieces.take(BLOCK * d), *const sums = pieces.take(BLOCK * d);
+  float *const k_block = pieces.take(BLOCK * d), *const v_block = pieces.take(BLOCK * d);
+  float *const scores = pieces.take(BLOCK * STRIP);
+  __m256 largest[2 * BLOCK / STRIP], total[2 * BLOCK / STRIP];
+  for (int64_t c = 0; c < strips; ++c) {
+    const int64_t tokens = at_most(STRIP, queries.count - c * STRIP);
+    pack_strip(q + c * STRIP, a.q_stride, d, tokens, a.scale * LOG2_E, q_strips + c * STRIP * d);
+    largest[2 * c] = largest[2 * c + 1] = all(-__builtin_inff());
+    total[2 * c] = total[2 * c + 1] = _mm256_setzero_ps();
+  }
+  for (int64_t other = 0; other <= block; ++other) {
+    const Keys keys = keys_of(other, row.tokens);
+    pack_block(k + keys.first, a.k_stride, d, keys.count, k_block);
+    pack_block(v + keys.first, a.v_stride, d, keys.count, v_block);
+    for (int64_t c = 0; c < strips; ++c) {
+      const int64_t seen = seen_keys(other == block, keys.count, c);
+      float *const sum = sums + c * STRIP * d;
+      multiply({k_block, 1, BLOCK, d, q_strips + c * STRIP * d, scores, STRIP, false}, seen);
+      const __m256 low = soften(scores, seen, other == block, c, 0, largest[2 * c], total[2 * c]);
+      const __m256 high = soften(scores + LANES, seen, other == block, c, LANES, largest[2 * c + 1], total[2 * c + 1]);
+      if (other > 0) scale_rows(sum, d, low, high);
+      multiply({v_block, BLOCK, 1, seen, scores, sum, STRIP, other > 0}, d);
+    }
+  }
+  for (int64_t c = 0; c < strips; ++c) {
+    const int64_t tokens = at_most(STRIP, queries.count - c * STRIP), first = column + c * STRIP;
+    float inverse[STRIP], most[STRIP];
+    for (int half = 0; half < 2; ++half) {
+      _mm256_storeu_ps(inverse + half * LANES, _mm256_div_ps(all(1.0f), total[2 * c + half]));
+      _mm256_storeu_ps(most + half * LANES, largest[2 * c + half]);
+    }
+    float *const sum = sums + c * STRIP * d;
+    scale_rows(sum, d, _mm256_loadu_ps(inverse), _mm256_loadu_ps(inverse + LANES));
+    put_strip(sum, d, tokens, a.out + row.head * d * a.n + first, a.n);
+    memcpy(a.largest + row.head * a.n + first, most, tokens * sizeof(float));
+    memcpy(a.inverse + row.head * a.n + first, inverse, tokens * sizeof(float));
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------------- backward
+
+namespace {
+
+// Blocks of the row that the gradient works on. Powers are those of the forward pass without its division by their sum,
+// which is made up for in `dy`.
+struct Gradient {
+  const lema_attention &a;
+  int64_t d;
+  float *q, *dy;            // strips[D][16]
+  float *q_turned, *dy_turned;
+  float *dq;                // strips[D][16]
+  float *k, *v;             // [D][64]
+  float *powers, *slopes;   // strips[64 keys][16]
+  float *dk, *dv;           // [tokens][D]
+  float largest[BLOCK], offset[BLOCK];
+};
+
+void pack_queries(Gradient &g, const HeadRow &row, const Keys &queries) {
+  const lema_attention &a = g.a;
+  const int64_t d = g.d, column = row.column + queries.first, strips = (queries.count + STRIP - 1) / STRIP;
+  for (int64_t c = 0; c < strips; ++c) {
+    const int64_t tokens = at_most(STRIP, queries.count - c * STRIP), first = column + c * STRIP;
+    float *const q = g.q + c * STRIP * d, *const dy = g.dy + c * STRIP * d;
+    pack_strip(a.q + row.head * d * a.q_stride + first, a.q_stride, d, tokens, a.scale * LOG2_E, q);
+    pack_strip(a.d_out + row.head * d * a.d_out_stride + first, a.d_out_stride, d, tokens, 1.0f, dy);
+    float inverse[STRIP] = {}, *const largest = g.largest + c * STRIP, *const offset = g.offset + c * STRIP;
+    memset(largest, 0, STRIP * sizeof(float));
+    memcpy(largest, a.largest + row.head * a.n + first, tokens * sizeof(float));
+    memcpy(inverse, a.inverse + row.head * a.n + first, tokens * sizeof(float));
+    scale_rows(dy, d, _mm256_loadu_ps(inverse), _mm256_loadu_ps(inverse + LANES));
+    float *const out = g.dq + c * STRIP * d;  // until the sums begin
+    pack_strip(a.out + row.head * d * a.n + first, a.n, d, tokens, 1.0f, out);
+    __m256 low = _mm256_setzero_ps(), high = low;
+    for (int64_t i = 0; i < STRIP * d; i += STRIP) {
+      low = _mm256_fmadd_ps(_mm256_load_ps(dy + i), _mm256_load_ps(out + i), low);
+      high = _mm256_fmadd_ps(_mm256_load_ps(dy + i + LANES), _mm256_load_ps(out + i + LANES), high);
+    }
+    _mm256_storeu_ps(offset, low);
+    _mm256_storeu_ps(offset + LANES, high);
+    turn_strip(q, d, g.q_turned + c * STRIP * STRIP);
+    turn_strip(dy, d, g.dy_turned + c * STRIP * STRIP);
+    memset(out, 0, STRIP * d * sizeof(float));
+  }
+}
+
+// Powers from scores, and the slopes powers * (slopes - offset), of `keys` rows; zero where the key is hidden.
+void slope_strip(Gradient &g, int64_t c, int64_t keys, int64_t seen, bool same_block) {
+  const int64_t open = same_block ? at_most(seen, c * STRIP) : seen;
+  for (int64_t lane = 0; lane < STRIP; lane += LANES) {
+    float *powers = g.powers + c * BLOCK * STRIP + lane, *slopes = g.slopes + c * BLOCK * STRIP + lane;
+    const __m256 largest = _mm256_loadu_ps(g.largest + c * STRIP + lane);
+    const __m256 offset = _mm256_loadu_ps(g.offset + c * STRIP + lane);
+    int64_t s = 0;
+    for (; s < open; ++s, powers += STRIP, slopes += STRIP) {
+      const __m256 power = power_of_two(_mm256_sub_ps(_mm256_load_ps(powers), largest));
+      _mm256_store_ps(powers, power);
+      _mm256_store_ps(slopes, _mm256_mul_ps(power, _mm256_sub_ps(_mm256_load_ps(slopes), offset)));
+    }
+    for (; s < seen; ++s, powers += STRIP, slopes += STRIP) {
+      __m256 power = power_of_two(_mm256_sub_ps(_mm256_load_ps(powers), largest));
+      power = _mm256_andnot_ps(hidden(s, c, lane), power);
+      _mm256_store_ps(powers, power);
+      _mm256_store_ps(slopes, _mm256_mul_ps(power, _mm256_sub_ps(_mm256_load_ps(slopes), offset)));
+    }
+    for (; s < keys; ++s, powers += STRIP, slopes += STRIP) {
+      _mm256_store_ps(powers, _mm256_setzero_ps());
+      _mm256_store_ps(slopes, _mm256_setzero_ps());
+    }
+  }
+}
+
+// [keys][D] += the product of strips[keys][16] with what is turned, over all strips that see the keys.
+void add_turned(const float *strips_of_keys, const float *turned, const Keys &keys, int64_t strips, bool same_block,
+                int64_t d, float *sums) {
+  for (int64_t s = 0; s < keys.count; s += TILE) {
+    const int64_t from = same_block ? s / STRIP : 0;
+    if (from >= strips) break;
+    for (int64_t i = 0; i < d; i += STRIP) {
+      const float *const b = turned + i / STRIP * BLOCK * STRIP + from * STRIP * STRIP;
+      const float *const rows = strips_of_keys + (from * BLOCK + s) * STRIP;
+      float *const c = sums + (keys.first + s) * d + i;
+      const Sum sum{rows, STRIP, 1, STRIP, b, c, d, true, BLOCK * STRIP, strips - from};
+      tile_of(static_cast<int>(at_most(TILE, keys.count - s)), sum, 0);
+    }
+  }
+}
+
+// x [D, ...] (+)= factor * sums[tokens][D] transposed.
+void put_turned(const float *sums, int64_t d, int64_t tokens, float factor, bool add, float *x, int64_t stride) {
+  __m256 column[8];
+  for (int64_t i = 0; i < d; i += LANES) {
+    int64_t t = 0;
+    for (; t + LANES <= tokens; t += LANES) {
+      transpose(sums + t * d + i, d, column);
+      for (int j = 0; j < LANES; ++j) {
+        float *const target = x + (i + j) * stride + t;
+        const __m256 value = _mm256_mul_ps(column[j], all(factor));
+        _mm256_storeu_ps(target, add ? _mm256_add_ps(_mm256_loadu_ps(target), value) : value);
+      }
+    }
+    for (; t < tokens; ++t)
+      for (int64_t j = i; j < i + LANES; ++j) {
+        const float value = sums[t * d + j] * factor;
+        x[j * stride + t] = add ? x[j * stride + t] + value : value;
+      }
+  }
+}
+
+void await(const std::atomic<int32_t> &turn, int32_t mine) {
+  for (int spins = 0; turn.load(std::memory_order_acquire) != mine; ++spins) {
+    if (spins < 1000) {
+      _mm_pause();
+    } else {
+      sched_yield();
+    }
+  }
+}
+
+}  // namespace
+
+int64_t attention_gradient_floats(int64_t d, int64_t tokens) {
+  return 7 * BLOCK * d + 2 * BLOCK * BLOCK + 2 * tokens * d;
+}
+
+void attend_gradient(const lema_attention &a, const HeadRow &row, std::atomic<int32_t> &turn, float *scratch) {
+  const int64_t d = a.d, per_group = a.heads / a.groups, group = row.head / per_group, in_group = row.head % per_group;
+  const float *const k = a.k + group * d * a.k_stride + row.column, *const v = a.v + group * d * a.v_stride + row.column;
+  Pieces pieces(scratch);
+  Gradient g{a, d, pieces.take(BLOCK * d), pieces.take(BLOCK * d), pieces.take(BLOCK * d), pieces.take(BLOCK * d),
+             pieces.take(BLOCK * d), pieces.take(BLOCK * d), pieces.take(BLOCK * d), pieces.take(BLOCK * BLOCK),
+             pieces.take(BLOCK * BLOCK), pieces.take(row.tokens * d), pieces.take(row.tokens * d), {}, {}};
+  memset(g.dk, 0, row.tokens * d * sizeof(float));
+  memset(g.dv, 0, row.tokens * d * sizeof(float));
+  for (int64_t block = 0; block * BLOCK < row.tokens; ++block) {
+    const Keys queries = keys_of(block, row.tokens);
+    const int64_t strips = (queries.count + STRIP - 1) / STRIP;
+    pack_queries(g, row, queries);
+    for (int64_t other = 0; other <= block; ++other) {
+      const Keys keys = keys_of(other, row.tokens);
+      pack_block(k + keys.first, a.k_stride, d, keys.count, g.k);
+      pack_block(v + keys.first, a.v_stride, d, keys.count, g.v);
+      for (int64_t c = 0; c < strips; ++c) {
+        const int64_t seen = seen_keys(other == block, keys.count, c);
+        float *const powers = g.powers + c * BLOCK * STRIP, *const slopes = g.slopes + c * BLOCK * STRIP;
+        multiply({g.k, 1, BLOCK, d, g.q + c * STRIP * d, powers, STRIP, false}, seen);
+        multiply({g.v, 1, BLOCK, d, g.dy + c * STRIP * d, slopes, STRIP, false}, seen);
+        slope_strip(g, c, keys.count, seen, other == block);
+        multiply({g.k, BLOCK, 1, seen, slopes, g.dq + c * STRIP * d, STRIP, true}, d);
+      }
+      add_turned(g.powers, g.dy_turned, keys, strips, other == block, d, g.dv);
+      add_turned(g.slopes, g.q_turned, keys, strips, other == block, d, g.dk);
+    }
+    for (int64_t c = 0; c < strips; ++c) {
+      const int64_t tokens = at_most(STRIP, queries.count - c * STRIP);
+      float *const dq = g.dq + c * STRIP * d;
+      scale_rows(dq, d, all(a.scale), all(a.scale));
+      put_strip(dq, d, tokens, a.dq + row.head * d * a.n + row.column + queries.first + c * STRIP, a.n);
+    }
+  }
+  await(turn, static_cast<int32_t>(in_group));
+  const int64_t at = group * d * a.n + row.column;
+  put_turned(g.dk, d, row.tokens, LN_2, in_group > 0, a.dk + at, a.n);
+  put_turned(g.dv, d, row.tokens, 1.0f, in_group > 0, a.dv + at, a.n);
+  turn.store(static_cast<int32_t>(in_group) + 1, std::memory_order_release);
+}
+
+}  // namespace lema
