@@ -18,12 +18,17 @@ def _unsupported_on_any_cpu(request: Any) -> list[str]:
     return library_refusals()
 
 
+_ON_THE_CPU = {
+    "linear": "lema_cuda.linear:NativeLinear",
+    "elementwise": "lema_cuda.elementwise:NativeElementwise",
+    "attention": "lema_cuda.attention:NativeAttention",
+    "adamw": "lema_cuda.elementwise:NativeAdamW",
+}
+
+
 @hookimpl
 def lema_kernels() -> Iterable[Kernel]:
-    yield Kernel("cpp", "linear", "cpu", "lema_cuda.linear:NativeLinear", priority=10, unsupported=_unsupported)
-    elementwise = "lema_cuda.elementwise:NativeElementwise"
-    yield Kernel("cpp", "elementwise", "cpu", elementwise, priority=10, unsupported=_unsupported)
-    yield Kernel("cpp", "attention", "cpu", "lema_cuda.attention:NativeAttention", priority=10, unsupported=_unsupported)
-    yield Kernel("cpp", "adamw", "cpu", "lema_cuda.elementwise:NativeAdamW", priority=10, unsupported=_unsupported)
+    for op, impl in _ON_THE_CPU.items():
+        yield Kernel("cpp", op, "cpu", impl, priority=10, unsupported=_unsupported)
     yield Kernel("cpp", "read", "*", "lema_cuda.read:NativeReads", priority=10, unsupported=_unsupported_on_any_cpu)
     yield Kernel("cpp", "widen", "*", "lema_cuda.widen:NativeWiden", priority=10, unsupported=_unsupported)
