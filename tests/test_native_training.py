@@ -72,7 +72,8 @@ def test_not_installed(llamas, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("LEMA_DISABLE_PLUGINS", "lema-cuda")
         manager.load_installed()
-    monkeypatch.setattr("lema.model.get_plugin_manager", lambda: manager)
+    for module in ("lema.model", "lema_core.ops.kernels"):
+        monkeypatch.setattr(f"{module}.get_plugin_manager", lambda: manager)
     assert llamas.open(llamas.folder()).kernel.name == "torch"
     with pytest.raises(ConfigError, match=r"^backend: 'cpp' is not installed"):
         llamas.open(llamas.folder(), backend="cpp")

@@ -1,7 +1,8 @@
-"""Builds csrc/ into ``lema_cuda/liblema.so`` with the C++ compiler of this machine, for a ``py3-none-PLATFORM`` wheel.
+"""Builds csrc/cpu into ``lema_cuda/liblema.so`` with the C++ compiler of this machine, and csrc/cuda into
+``lema_cuda/liblema_cuda.so`` with nvcc, for a ``py3-none-PLATFORM`` wheel.
 
 Where that fails the package is installed all the same: ``lema_cuda/build.json`` keeps the reason, which
-``python -m lema task=doctor`` shows, and lema computes with plain torch.
+``python -m lema task=doctor`` shows, and lema computes and copies with plain torch.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-SOURCES = Path("csrc/cpu")
+CSRC = Path("csrc")
 EDITABLE = Path("src/lema_cuda")
 BUILD_RECORD = "build.json"
 COMMON = (
@@ -36,6 +39,15 @@ COMMON = (
 #: files of this ending are compiled for these instructions and entered only where the CPU has them
 BY_ENDING = {"_avx2": ("-mavx2", "-mfma", "-mf16c")}
 X86_64 = ("x86_64", "amd64")
+#: one binary for the oldest devices served, and what newer ones translate when a kernel is first loaded
+NVCC = (
+    "-std=c++17",
+    "-O2",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-Wall,-Wextra",
+    "-gencode=arch=compute_75,code=[sm_75,compute_75]",
+    "-cudart=none",
+)
+CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
 
 
 class NotBuilt(Exception):
@@ -59,25 +71,54 @@ def run(*command: str) -> str:
     return child.stdout
 
 
-def build_library(objects: Path, library: Path) -> str:
+def build_cpu(objects: Path, library: Path) -> str:
     """Compile every file of csrc/cpu and link them; returns the compiler's name and version."""
     if platform.machine().lower() not in X86_64:
         raise NotBuilt(f"there are kernels for x86-64 only, this machine is {platform.machine() or 'unknown'}")
     cxx = compiler()
-    made = []
-    for source in sorted(SOURCES.glob("*.cpp")):
+
+    def compile_one(source: Path) -> str:
         flags = next((flags for ending, flags in BY_ENDING.items() if source.stem.endswith(ending)), ())
-        made.append(str(objects / f"{source.stem}.o"))
-        run(cxx, *COMMON, *flags, "-c", str(source), "-o", made[-1])
+        made = str(objects / f"{source.stem}.o")
+        run(cxx, *COMMON, *flags, "-c", str(source), "-o", made)
+        return made
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = list(pool.map(compile_one, sorted((CSRC / "cpu").glob("*.cpp"))))
     run(cxx, "-shared", "-pthread", *made, "-o", str(library))
     return run(cxx, "--version").splitlines()[0]
 
 
-class BuildLibrary(build_ext):
-    """One library without Python in it, instead of an extension module."""
+def nvcc() -> str:
+    named = os.environ.get("CUDACXX")
+    homes = [os.environ[name] for name in CUDA_HOMES if os.environ.get(name)]
+    places = [named] if named else ["nvcc", *(f"{home}/bin/nvcc" for home in [*homes, "/usr/local/cuda"])]
+    for place in places:
+        if found := shutil.which(place):
+            return found
+    raise NotBuilt(f"no CUDA compiler {named} was found" if named else "no CUDA compiler (nvcc) was found")
+
+
+def build_cuda(objects: Path, library: Path) -> str:
+    """Compile and link every file of csrc/cuda; returns nvcc's version."""
+    compile_cuda = nvcc()
+    sources = sorted(str(source) for source in (CSRC / "cuda").glob("*.cpp"))
+    run(compile_cuda, *NVCC, f"-ccbin={compiler()}", "-shared", *sources, "-o", str(library), "-ldl")
+    return next(line for line in run(compile_cuda, "--version").splitlines() if "release" in line)
+
+
+LIBRARIES: dict[str, Callable[[Path, Path], str]] = {"liblema": build_cpu, "liblema_cuda": build_cuda}
+
+
+class BuildLibraries(build_ext):
+    """Libraries without Python in them, instead of extension modules."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return f"{fullname.replace('.', '/')}.so"
+
+    def build_extensions(self) -> None:
+        self._record: dict[str, dict[str, str | None]] = {}
+        super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
         library = Path(self.get_ext_fullpath(ext.name)).absolute()
@@ -85,17 +126,19 @@ class BuildLibrary(build_ext):
         for folder in (library.parent, objects):
             folder.mkdir(parents=True, exist_ok=True)
         library.unlink(missing_ok=True)
-        record: dict[str, str | None] = {"compiler": None, "reason": None}
+        compiler_name, reason = None, None
         try:
-            record["compiler"] = build_library(objects, library)
+            compiler_name = LIBRARIES[library.stem](objects, library)
         except NotBuilt as error:
-            record["reason"] = str(error)
-            self.warn(f"liblema was not built: {error}")
-        (library.parent / BUILD_RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
+            reason = str(error)
+            self.warn(f"{library.stem} was not built: {error}")
+        self._record[library.stem] = {"compiler": compiler_name, "reason": reason}
+        (library.parent / BUILD_RECORD).write_text(json.dumps(self._record, indent=2) + "\n", encoding="utf-8")
 
     def copy_extensions_to_source(self) -> None:
         # of an editable install. A library that a process has open must be replaced, not overwritten.
-        (EDITABLE / "liblema.so").unlink(missing_ok=True)
+        for name in LIBRARIES:
+            (EDITABLE / f"{name}.so").unlink(missing_ok=True)
         super().copy_extensions_to_source()
         shutil.copy(Path(self.build_lib) / "lema_cuda" / BUILD_RECORD, EDITABLE / BUILD_RECORD)
 
@@ -112,6 +155,6 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("lema_cuda.liblema", sources=[], optional=True)],
-    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+    ext_modules=[Extension(f"lema_cuda.{name}", sources=[], optional=True) for name in LIBRARIES],
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
 )

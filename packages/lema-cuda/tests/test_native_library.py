@@ -25,10 +25,13 @@ BUILT = lema_cuda.library.LIBRARY
 def library_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The module looks for library and record in tmp_path."""
     monkeypatch.setattr(lema_cuda.library, "LIBRARY", tmp_path / "liblema.so")
+    monkeypatch.setattr(lema_cuda.library, "CUDA_LIBRARY", tmp_path / "liblema_cuda.so")
     monkeypatch.setattr(lema_cuda.library, "BUILD_RECORD", tmp_path / "build.json")
-    lema_cuda.library.open_library.cache_clear()
+    for opening in (lema_cuda.library.open_library, lema_cuda.library.open_cuda_library):
+        opening.cache_clear()
     yield tmp_path
-    lema_cuda.library.open_library.cache_clear()
+    for opening in (lema_cuda.library.open_library, lema_cuda.library.open_cuda_library):
+        opening.cache_clear()
 
 
 def choice(name: str = "auto") -> tuple[str, list[str]]:
@@ -56,12 +59,37 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
         choice("cpp")
 
 
+def chosen_for_all() -> dict[str, str]:
+    """Operation -> kernel, of a run on a CPU, and what copies to a CUDA device."""
+    from lema_core import builtin
+
+    manager = PluginManager()
+    assert manager.admit("lema-core", "core", lambda: builtin) and manager.admit("lema-cuda", "cuda", lambda: plugin)
+    ops = {kernel.op for kernel in manager.kernels()}
+    return {op: manager.choose_kernel(op, None, "cuda" if op == "copy" else "cpu")[0].name for op in ops}
+
+
+def test_everything_native_is_switched_off_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEMA_DISABLE_NATIVE", "1")
+    assert set(chosen_for_all().values()) == {"torch"}
+
+
+def test_an_old_cpu_reads_natively_and_computes_with_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, native: object
+) -> None:
+    monkeypatch.setattr(lema_cuda.library, "cpu_missing", lambda: "AVX2")
+    chosen = chosen_for_all()
+    assert chosen.pop("read") == "cpp"
+    chosen.pop("copy")
+    assert set(chosen.values()) == {"torch"}
+
+
 def test_switched_off_with_zero_is_on(monkeypatch: pytest.MonkeyPatch, native: object) -> None:
     monkeypatch.setenv("LEMA_DISABLE_NATIVE", "0")
     assert choice()[0] == "cpp"
 
 
-def test_a_cpu_that_lacks_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_that_lacks_instructions(monkeypatch: pytest.MonkeyPatch, native: object) -> None:
     monkeypatch.setattr(lema_cuda.library, "cpu_missing", lambda: "AVX2, FMA")
     name, reasons = choice()
     assert name == "torch" and reasons[0] == "cpp: needs AVX2, FMA and F16C, this CPU has no AVX2, FMA"
@@ -77,9 +105,18 @@ def test_what_the_cpu_lacks_is_what_the_system_says(native: object) -> None:
 
 def test_no_library(library_elsewhere: Path) -> None:
     assert choice()[1][0] == f"cpp: {library_elsewhere}/liblema.so is missing, install lema-cuda again"
-    (library_elsewhere / "build.json").write_text(json.dumps({"compiler": None, "reason": "no C++ compiler was found"}))
+    (library_elsewhere / "build.json").write_text(
+        json.dumps({"liblema": {"compiler": None, "reason": "no C++ compiler was found"}})
+    )
     name, reasons = choice()
     assert name == "torch" and "liblema was not built: no C++ compiler was found" in reasons[0]
+
+
+def test_no_cuda_library(library_elsewhere: Path) -> None:
+    reason = {"compiler": None, "reason": "no CUDA compiler (nvcc) was found"}
+    (library_elsewhere / "build.json").write_text(json.dumps({"liblema_cuda": reason}))
+    expected = "liblema_cuda was not built: no CUDA compiler (nvcc) was found; mend that and install lema-cuda again"
+    assert lema_cuda.library.cuda_refusals() == [expected]
 
 
 def test_a_file_that_is_no_library(library_elsewhere: Path) -> None:
@@ -106,28 +143,51 @@ def checkout(tmp_path: Path) -> Path:
     return copy
 
 
-def build(checkout: Path, cxx: str) -> dict[str, str | None]:
+def build(checkout: Path, cxx: str, nvcc: str = "no-such-nvcc") -> dict[str, dict[str, str | None]]:
     """The record of an editable build, which must succeed."""
     subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
         cwd=checkout,
-        env={**os.environ, "CXX": cxx},
+        env={**os.environ, "CXX": cxx, "CUDACXX": nvcc},
         check=True,
         capture_output=True,
     )
     return json.loads((checkout / "src/lema_cuda/build.json").read_text())
 
 
-def test_installing_without_a_compiler_succeeds_and_keeps_the_reason(
-    checkout: Path,
-) -> None:
-    (checkout / "src/lema_cuda/liblema.so").write_bytes(b"of an earlier build")
-    assert build(checkout, "no-such-compiler")["reason"] == "no C++ compiler no-such-compiler was found"
-    assert not (checkout / "src/lema_cuda/liblema.so").exists()
+def failing_compiler(path: Path) -> str:
+    path.write_text("#!/bin/sh\necho 'x.cpp:1: error: too old' >&2\nexit 1\n")
+    path.chmod(0o755)
+    return str(path)
 
 
-def test_installing_with_a_compiler_that_fails_keeps_what_it_said(checkout: Path, tmp_path: Path) -> None:
-    compiler = tmp_path / "cxx"
-    compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: too old' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    assert build(checkout, str(compiler))["reason"] == "cxx failed: x.cpp:1: error: too old"
+def test_installing_without_a_compiler_succeeds_and_keeps_the_reasons(checkout: Path) -> None:
+    left = [checkout / f"src/lema_cuda/{name}.so" for name in ("liblema", "liblema_cuda")]
+    for library in left:
+        library.write_bytes(b"of an earlier build")
+    record = build(checkout, "no-such-compiler")
+    assert record["liblema"]["reason"] == "no C++ compiler no-such-compiler was found"
+    assert record["liblema_cuda"]["reason"] == "no CUDA compiler no-such-nvcc was found"
+    assert not any(library.exists() for library in left)
+
+
+def test_installing_with_compilers_that_fail_keeps_what_they_said(checkout: Path, tmp_path: Path) -> None:
+    cxx, nvcc = failing_compiler(tmp_path / "cxx"), failing_compiler(tmp_path / "nvcc")
+    record = build(checkout, cxx, nvcc)
+    assert record["liblema"]["reason"] == "cxx failed: x.cpp:1: error: too old"
+    assert record["liblema_cuda"]["reason"] == "nvcc failed: x.cpp:1: error: too old"
+
+
+def test_the_cuda_half_is_built_by_nvcc_and_loads_without_a_driver(checkout: Path) -> None:
+    if not any(shutil.which(place) for place in ("nvcc", "/usr/local/cuda/bin/nvcc")):
+        pytest.skip("needs nvcc")
+    for source in (checkout / "csrc/cpu").glob("*.cpp"):  # the other half takes long
+        source.unlink()
+    record = build(checkout, "g++", shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")["liblema_cuda"]
+    assert record["reason"] is None and "release" in record["compiler"]
+    built = checkout / "src/lema_cuda/liblema_cuda.so"
+    assert built.stat().st_size < 1_000_000
+    opened = ctypes.CDLL(str(built))
+    opened.lema_cuda_missing.restype = ctypes.c_char_p
+    assert opened.lema_cuda_abi_version() == lema_cuda.library.ABI_VERSION
+    assert isinstance(opened.lema_cuda_missing(), bytes)

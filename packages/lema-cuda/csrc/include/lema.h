@@ -1,7 +1,7 @@
-/* The one C ABI of lema's native library. Nothing here knows Python or torch: callers pass raw pointers.
+/* The one C ABI of lema's native libraries. Nothing here knows Python or torch: callers pass raw pointers.
 
-   Every function may be called from any thread at any time. None allocates memory beyond the threads it starts, none
-   keeps a pointer after it returns, none throws. Functions that compute return 0, or one of enum lema_error.
+   Every function may be called from any thread at any time. None allocates memory beyond the threads it starts (and a
+   copier), none keeps a pointer after it returns, none throws. Functions that compute return 0, or one of enum lema_error.
 
    Legend: R rows of a weight block, K inputs (columns of the weight), N tokens. All matrices are row-major. */
 
@@ -169,6 +169,51 @@ LEMA_API int32_t lema_read(struct lema_range *ranges, int64_t count, int64_t req
 
 /* out = source, widened to fp32. source: `dtype`, contiguous, at any address. */
 LEMA_API int32_t lema_widen(const void *source, int32_t dtype, int64_t count, float *out);
+
+/* ---- liblema_cuda, a library of its own: copies from page-locked RAM to a CUDA device.
+
+   They run in the order they are queued, on a stream that the copier owns, in the device's primary context; the calling
+   thread's context stays what it was. Streams and events are CUDA's handles. Functions return 0 or a code of the CUDA
+   driver, which may be an earlier operation's; lema_cuda_error() has its text. The driver is opened when it is first
+   needed. */
+struct lema_copier;
+
+enum { LEMA_NOT_READY = 600 };
+
+LEMA_API int32_t lema_cuda_abi_version(void);
+
+/* Why CUDA cannot serve here, such as "no NVIDIA driver: ..."; "" where it can. */
+LEMA_API const char *lema_cuda_missing(void);
+
+LEMA_API const char *lema_cuda_error(int32_t code);
+
+LEMA_API int32_t lema_copier_open(int32_t device, struct lema_copier **copier);
+
+/* Waits for the copies that are queued. */
+LEMA_API int32_t lema_copier_drain(struct lema_copier *copier);
+
+/* Drains; the copier is gone, whatever is returned. */
+LEMA_API int32_t lema_copier_close(struct lema_copier *copier);
+
+/* Page-locks exactly these bytes. Memory is unregistered before it is unmapped. */
+LEMA_API int32_t lema_copier_register(struct lema_copier *copier, void *memory, int64_t bytes);
+LEMA_API int32_t lema_copier_unregister(struct lema_copier *copier, void *memory);
+
+/* An event is over until it is recorded, and can be recorded again: who waits waits for the latest record. */
+LEMA_API int32_t lema_copier_new_event(struct lema_copier *copier, void **event);
+LEMA_API int32_t lema_copier_free_event(struct lema_copier *copier, void *event);
+
+/* Queues: wait for `after` (or null), copy to the device, record `done`. */
+LEMA_API int32_t lema_copier_copy(struct lema_copier *copier, void *target, const void *source, int64_t bytes,
+                                  void *after, void *done);
+
+/* Of any stream of the device: record an event there, let it wait for one. */
+LEMA_API int32_t lema_copier_record(struct lema_copier *copier, void *event, void *cuda_stream);
+LEMA_API int32_t lema_copier_stream_wait(struct lema_copier *copier, void *cuda_stream, void *event);
+
+/* Blocks the calling thread until the event is over; asks whether it is (0, or LEMA_NOT_READY). */
+LEMA_API int32_t lema_copier_wait(struct lema_copier *copier, void *event);
+LEMA_API int32_t lema_copier_query(struct lema_copier *copier, void *event);
 
 #ifdef __cplusplus
 }

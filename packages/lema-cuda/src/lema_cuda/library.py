@@ -1,17 +1,19 @@
-"""Finds and opens ``liblema.so``, or says in a short clause why it cannot serve."""
+"""Finds and opens the native libraries, or says in a short clause why they cannot serve."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 from lema_core.errors import PluginError
 
 LIBRARY = Path(__file__).parent / "liblema.so"
-#: written when the package is built: {"compiler": "g++ ...", "reason": why there is no library, or null}
+CUDA_LIBRARY = Path(__file__).parent / "liblema_cuda.so"
+#: written when the package is built: of each library {"compiler": "g++ ...", "reason": why there is none, or null}
 BUILD_RECORD = Path(__file__).parent / "build.json"
 DISABLE_VARIABLE = "LEMA_DISABLE_NATIVE"
 #: LEMA_ABI_VERSION of the header that this file was written for
@@ -36,6 +38,22 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "lema_read": (_int32, (_address, _int64, _int64, _int32)),
     "lema_widen": (_int32, (_address, _int32, _int64, _address)),
 }
+_CUDA_SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
+    "lema_cuda_missing": (ctypes.c_char_p, ()),
+    "lema_cuda_error": (ctypes.c_char_p, (_int32,)),
+    "lema_copier_open": (_int32, (_int32, _address)),
+    "lema_copier_close": (_int32, (_address,)),
+    "lema_copier_drain": (_int32, (_address,)),
+    "lema_copier_register": (_int32, (_address, _address, _int64)),
+    "lema_copier_unregister": (_int32, (_address, _address)),
+    "lema_copier_new_event": (_int32, (_address, _address)),
+    "lema_copier_free_event": (_int32, (_address, _address)),
+    "lema_copier_copy": (_int32, (_address, _address, _address, _int64, _address, _address)),
+    "lema_copier_record": (_int32, (_address, _address, _address)),
+    "lema_copier_stream_wait": (_int32, (_address, _address, _address)),
+    "lema_copier_wait": (_int32, (_address, _address)),
+    "lema_copier_query": (_int32, (_address, _address)),
+}
 
 #: enum lema_error
 _ERRORS = {1: "a bad argument", 2: "too little scratch", 3: "a CPU feature that is missing"}
@@ -43,20 +61,32 @@ _ERRORS = {1: "a bad argument", 2: "too little scratch", 3: "a CPU feature that 
 
 @cache
 def open_library() -> ctypes.CDLL:
-    """The library with its signatures set. Raises PluginError with the reason where there is none that fits."""
-    if not LIBRARY.exists():
-        raise PluginError(_why_not_built())
+    """liblema with its signatures set. Raises PluginError with the reason where there is none that fits."""
+    return _open(LIBRARY, "lema_abi_version", _SIGNATURES)
+
+
+@cache
+def open_cuda_library() -> ctypes.CDLL:
+    """liblema_cuda with its signatures set, whether there is a driver or not. Raises PluginError as open_library."""
+    return _open(CUDA_LIBRARY, "lema_cuda_abi_version", _CUDA_SIGNATURES)
+
+
+def _open(path: Path, version: str, signatures: dict[str, tuple[type, tuple[type, ...]]]) -> ctypes.CDLL:
+    if not path.exists():
+        raise PluginError(_why_not_built(path))
     try:
-        library = ctypes.CDLL(str(LIBRARY))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise PluginError(f"{LIBRARY} does not load: {error}") from error
-    library.lema_abi_version.restype = _int32
-    found = library.lema_abi_version()
-    if found != ABI_VERSION:
-        raise PluginError(f"{LIBRARY} has ABI {found}, expected {ABI_VERSION}; install lema-cuda again")
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        raise PluginError(f"{path} does not load: {error}") from error
+    try:
+        found = getattr(library, version)()
+        if found != ABI_VERSION:
+            raise PluginError(f"{path} has ABI {found}, expected {ABI_VERSION}; install lema-cuda again")
+        for name, (result, arguments) in signatures.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except AttributeError as error:
+        raise PluginError(f"{path} lacks a function: {error}; install lema-cuda again") from error
     return library
 
 
@@ -68,13 +98,15 @@ def raise_for(error: int) -> None:
 
 def library_refusals() -> list[str]:
     """Why liblema cannot serve in this process, whatever the CPU; empty when it can."""
-    if os.environ.get(DISABLE_VARIABLE, "") not in ("", "0"):
-        return [f"switched off by {DISABLE_VARIABLE}"]
-    try:
-        open_library()
-    except PluginError as error:
-        return [str(error)]
-    return []
+    return _switched_off() or _opening(open_library)
+
+
+def cuda_refusals() -> list[str]:
+    """Why liblema_cuda cannot serve in this process; empty when it can. Opens the driver where there is one."""
+    reasons = _switched_off() or _opening(open_cuda_library)
+    if not reasons and (missing := open_cuda_library().lema_cuda_missing()):
+        reasons = [missing.decode()]
+    return reasons
 
 
 def refusals() -> list[str]:
@@ -90,8 +122,21 @@ def cpu_missing() -> str:
     return open_library().lema_cpu_missing().decode()
 
 
-def _why_not_built() -> str:
-    if not BUILD_RECORD.exists():
-        return f"{LIBRARY} is missing, install lema-cuda again"
-    reason = json.loads(BUILD_RECORD.read_text(encoding="utf-8"))["reason"]
-    return f"liblema was not built: {reason}; mend that and install lema-cuda again"
+def _switched_off() -> list[str]:
+    return [f"switched off by {DISABLE_VARIABLE}"] if os.environ.get(DISABLE_VARIABLE, "") not in ("", "0") else []
+
+
+def _opening(open_it: Callable[[], ctypes.CDLL]) -> list[str]:
+    try:
+        open_it()
+    except PluginError as error:
+        return [str(error)]
+    return []
+
+
+def _why_not_built(path: Path) -> str:
+    record = json.loads(BUILD_RECORD.read_text(encoding="utf-8")) if BUILD_RECORD.exists() else {}
+    reason = record.get(path.stem, {}).get("reason")
+    if reason is None:
+        return f"{path} is missing, install lema-cuda again"
+    return f"{path.stem} was not built: {reason}; mend that and install lema-cuda again"

@@ -7,7 +7,7 @@ from typing import Any
 
 from lema_core.hookspecs import hookimpl
 from lema_core.records import Kernel
-from lema_cuda.library import library_refusals, refusals
+from lema_cuda.library import cuda_refusals, library_refusals, refusals
 
 
 def _unsupported(request: Any) -> list[str]:
@@ -16,6 +16,10 @@ def _unsupported(request: Any) -> list[str]:
 
 def _unsupported_on_any_cpu(request: Any) -> list[str]:
     return library_refusals()
+
+
+def _unsupported_without_cuda(request: Any) -> list[str]:
+    return cuda_refusals()
 
 
 _ON_THE_CPU = {
@@ -32,3 +36,6 @@ def lema_kernels() -> Iterable[Kernel]:
         yield Kernel("cpp", op, "cpu", impl, priority=10, unsupported=_unsupported)
     yield Kernel("cpp", "read", "*", "lema_cuda.read:NativeReads", priority=10, unsupported=_unsupported_on_any_cpu)
     yield Kernel("cpp", "widen", "*", "lema_cuda.widen:NativeWiden", priority=10, unsupported=_unsupported)
+    yield Kernel(
+        "cpp", "copy", "cuda", "lema_cuda.copy:NativeCopies", priority=10, unsupported=_unsupported_without_cuda
+    )
