@@ -193,7 +193,7 @@ class Trainer:
             self._say(f"{text}; answers may suffer")
 
     def _measured(self, started: float) -> dict[str, Any]:
-        stats = self.runner.store.stats().values()
+        stats = self.runner.stats().values()
         return {
             "step_s": time.perf_counter() - started,
             "wait_s": sum(s.wait_s for s in stats),

@@ -277,7 +277,15 @@ class LemaModel:
             plan = self.run_plan = self.plan()
             updates = self.lora.updates() if self.lora is not None else {}
             store = TensorStore(self._model, self._device, plan.sizes, plan.prefetch_distance)
-            self._runner = ModelRunner(self.adapter, self._model, store, updates, self._kernels, plan.scheduler)
+            self._runner = ModelRunner(
+                self.adapter,
+                self._model,
+                store,
+                updates,
+                self._kernels,
+                plan.scheduler,
+                plan.activations(self._device),
+            )
         return self._runner
 
     @cached_property
@@ -328,12 +336,12 @@ class LemaModel:
 
     def stats(self) -> dict[str, StoreStats]:
         """Bytes now, peak, read and written per kind of stream, and the seconds compute waited."""
-        return self.runner.store.stats()
+        return self.runner.stats()
 
     def close(self) -> None:
         """Stop the threads and free the windows; safe to call twice."""
         if self._runner is not None:
-            self._runner.store.close()
+            self._runner.close()
 
     def __enter__(self) -> LemaModel:
         return self

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 
 from lema.config import LemaConfig, MemoryStrategy
 from lema_core.budgets import parse_amount
@@ -17,8 +18,10 @@ from lema_core.planning.hardware import Hardware
 from lema_core.planning.predict import SteadyStep, StepPrediction, predict_step, smallest_memory, steady_step
 from lema_core.plugins import get_plugin_manager
 from lema_core.runtime.schedule import Scheduler, StepCosts, StepSchedule, StepShape
+from lema_core.store.activations import ActivationStream
 from lema_core.store.budget import BudgetPlan, BudgetRequest, StepChoice
 from lema_core.store.model import StreamedModel, WindowSizes
+from lema_core.store.placement import Tier, place
 from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE
 from lema_core.store.trace import Trace
 
@@ -109,7 +112,9 @@ class RunPlan:
     def _scheduler(self, activation_bytes: int) -> Scheduler:
         # One slot more, for what comes next.
         holds_layer = self.near_slots > self.work.model.layout.largest_layer
-        return Scheduler(self.work.costs, activation_bytes, self._config.gradient_checkpointing, holds_layer)
+        return Scheduler(
+            self.work.costs, activation_bytes, self._config.gradient_checkpointing, holds_layer, lower_tier=True
+        )
 
     def _proposed_distance(self) -> int:
         if self.machine.flight is None or self.work.shape is None:
@@ -145,6 +150,15 @@ class RunPlan:
             read_bytes_per_s=m.rates.disk_bytes_per_s if m.shares_ram else m.rates.link_bytes_per_s,
         )
         return get_plugin_manager().hook.lema_plan_budget(request=request)
+
+    def activations(self, device: Device) -> ActivationStream:
+        """The stream of blocks' inputs on ``device``, the one that this plan was made for."""
+        m, ram = self.machine, None
+        if not m.shares_ram:
+            # What the window and the process leave, if nothing else is said.
+            left = max(0, m.ram_limit - m.ram_held - self.budget.ram) // 2
+            ram = parse_amount(self._config.activations_ram, m.ram_limit, "activations_ram") or left
+        return ActivationStream(device, None, ram, Path(self._config.output_dir))
 
     def _check_caps(self, device_total: int) -> None:
         """Gradients and moments of LoRA weights stay where they are computed with: a cap below them cannot be kept."""
@@ -184,6 +198,13 @@ class RunPlan:
         """Time and traffic of a step of the expected shape, once steps like it went before."""
         granules = self.work.model.layout.granules
         return predict_step(self.trace, self.steady.plan, granules, self.machine.rates)
+
+    @cached_property
+    def boundaries(self) -> dict[Tier, int]:
+        """Bytes of blocks' inputs that such a step keeps for their gradient, by where they lie."""
+        sizes = self.work.costs.boundaries(self.work.shape, self.schedule)
+        tiers = place(sizes, self.schedule.boundary_bytes, 0 if self.machine.shares_ram else None)
+        return {tier: sum(n for n, at in zip(sizes, tiers, strict=True) if at is tier) for tier in Tier}
 
     @property
     def activation_bytes(self) -> int:
@@ -227,12 +248,14 @@ def _choices(work: Workload, rates: Hardware, recompute: bool | None) -> tuple[S
     """Ways to run a step, from the one that holds least on."""
     if work.shape is None:
         return (StepChoice(work.costs.evaluation_bytes(work.rows * work.tokens, work.tokens), 0.0),)
-    scheduler = Scheduler(work.costs, None, recompute)
-    groups = scheduler.choose(work.shape).groups
-    return tuple(
-        StepChoice(work.costs.activation_bytes(work.shape, schedule), _compute_s(work, schedule, rates))
-        for schedule in scheduler.choices(work.shape, groups)
-    )
+    choices = []
+    for schedule in Scheduler(work.costs, None, recompute, lower_tier=True).ways(work.shape):
+        compute_s = _compute_s(work, schedule, rates)
+        if schedule.boundary_bytes is not None:
+            lower = sum(work.costs.boundaries(work.shape, schedule)) - schedule.boundary_bytes
+            compute_s += 2 * max(0, lower) / (rates.link_bytes_per_s or rates.disk_bytes_per_s)
+        choices.append(StepChoice(work.costs.activation_bytes(work.shape, schedule), compute_s))
+    return tuple(sorted(choices, key=lambda choice: choice.nbytes))
 
 
 def _compute_s(work: Workload, schedule: StepSchedule, rates: Hardware) -> float:

@@ -8,6 +8,8 @@ from statistics import median
 from typing import Any
 
 from lema.planner import RunPlan
+from lema_core.store.granules import whole_sectors
+from lema_core.store.placement import Tier
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,17 @@ def tier_memory(run: RunPlan) -> dict[str, TierMemory]:
 
 def predicted(run: RunPlan) -> dict[str, Any]:
     """For summary.json, under the names that :func:`measured` has. ``ram_peak_bytes`` and ``device_peak_bytes`` are of
-    the weights, ``process_peak_bytes`` of all that is in RAM."""
-    step, tiers = run.prediction, tier_memory(run)
+    the weights and of blocks' inputs, ``process_peak_bytes`` of all that is in RAM."""
+    step, tiers, inputs = run.prediction, tier_memory(run), run.boundaries
+    spilled = whole_sectors(inputs[Tier.DISK])
     return {
         "step_s": step.step_s,
         "wait_s": step.wait_s,
         "bound_by": step.bound_by,
-        "read_bytes": step.read_bytes,
+        "read_bytes": step.read_bytes + spilled,
         "copied_bytes": step.copied_bytes,
-        "device_peak_bytes": tiers["device"].weights if "device" in tiers else 0,
-        "ram_peak_bytes": tiers["ram"].weights,
+        "device_peak_bytes": tiers["device"].weights + inputs[Tier.DEVICE] if "device" in tiers else 0,
+        "ram_peak_bytes": tiers["ram"].weights + inputs[Tier.RAM if "device" in tiers else Tier.DEVICE],
         "process_peak_bytes": tiers["ram"].total,
     }
 

@@ -27,8 +27,9 @@ from lema_core.runtime.batch import TokenBatch, total_targets
 from lema_core.runtime.dry_run import DryRun, Level
 from lema_core.runtime.head_loss import chunk_tokens, cut_tokens, head_loss
 from lema_core.runtime.schedule import MicroBatch, Scheduler, StepCosts, StepSchedule, StepShape
+from lema_core.store.activations import ActivationStream
 from lema_core.store.model import StreamedModel
-from lema_core.store.store import TensorStore
+from lema_core.store.store import StoreStats, TensorStore
 from lema_core.store.trace import Trace
 
 
@@ -46,6 +47,7 @@ class _Group:
     """Micro-batches that pass a layer together: ids [1, N], what their blocks share, and the state between blocks:
     ``x_1NC``, then the gradient ``dx_1NC``."""
 
+    number: int
     ids_1N: Tensor
     ctx: ForwardContext
     first_pass: Pass
@@ -55,9 +57,9 @@ class _Group:
 
 @dataclass
 class _Left:
-    """What a block left for its gradient; see Level."""
+    """What a block left for its gradient; see Level. Where it is no graph, its input is among the activations."""
 
-    x_in: Tensor
+    x_in: Tensor | None = None
     x_out: Tensor | None = None
     tape: Tape | None = None
 
@@ -67,6 +69,7 @@ class ModelRunner:
     ``.grad``.
 
     ``scheduler`` decides what a training step keeps and what passes a layer together; by default a step keeps all.
+    ``activations`` holds what blocks are given until their gradient comes; by default without a limit.
     """
 
     def __init__(
@@ -77,12 +80,14 @@ class ModelRunner:
         updates: Mapping[str, LowRankUpdate],
         kernels: Kernels,
         scheduler: Scheduler | None = None,
+        activations: ActivationStream | None = None,
     ) -> None:
         self.adapter = adapter
         self.store = store
         self._device: Device = store.device
         self.dtype = self._device.compute_dtype(model.matrix_dtype)
         self.scheduler = scheduler or Scheduler(StepCosts(DryRun(adapter, model, updates, self.dtype)))
+        self.activations = activations or ActivationStream(self._device, None, None, None)
         self._ops = StreamedOps(store, kernels, self._device.torch_device, self.dtype, updates, model.biased_modules)
 
     # -- training
@@ -108,7 +113,9 @@ class ModelRunner:
         if logits is not None:
             logits.clear()
         with self._step(self.scheduler.trace(shape, schedule)):
-            loss = self._train(learning, schedule, how, step, 1.0 / n_targets, logits)
+            sizes = self.scheduler.costs.boundaries(shape, schedule)
+            with self.activations.step(sizes, schedule.boundary_bytes):
+                loss = self._train(learning, schedule, how, step, 1.0 / n_targets, logits)
         return loss.item() / n_targets
 
     def _train(
@@ -122,8 +129,8 @@ class ModelRunner:
     ) -> Tensor:
         numbers = list(batches)
         groups = [
-            self._group({numbers[i]: batches[numbers[i]] for i in members}, how.seed, step)
-            for members in schedule.groups
+            self._group(number, {numbers[i]: batches[numbers[i]] for i in members}, how.seed, step)
+            for number, members in enumerate(schedule.groups)
         ]
         left: dict[tuple[int, int], _Left] = {}
         with torch.no_grad():
@@ -144,10 +151,10 @@ class ModelRunner:
         loss = self._head(batches, groups, scale, wants_dx)
         for layer in range(self.adapter.n_layers - 1, how.first_layer - 1, -1):
             for number, group in enumerate(groups):
-                self._backward(group, layer, left.pop((layer, number)))
+                self._backward(group, layer, left.pop((layer, number)), layer > how.first_layer)
         return loss
 
-    def _group(self, batches: Mapping[int, TokenBatch], seed: int, step: int) -> _Group:
+    def _group(self, number: int, batches: Mapping[int, TokenBatch], seed: int, step: int) -> _Group:
         """Pack micro-batches one after another, row after row."""
         segments: list[Segment] = []
         start = 0
@@ -161,7 +168,7 @@ class ModelRunner:
         positions = torch.cat([token_positions(batch.attention_mask).reshape(-1) for batch in batches.values()])
         ctx = ForwardContext(positions[None].to(self._ops.device), segments=tuple(segments))
         self.adapter.prepare(ctx)
-        return _Group(ids[None], ctx, Pass(ctx.segments, Dropout(seed, step, ctx.segments)))
+        return _Group(number, ids[None], ctx, Pass(ctx.segments, Dropout(seed, step, ctx.segments)))
 
     def _block(self, group: _Group, layer: int, x_1NC: Tensor, one_pass: Pass) -> Tensor:
         with self._ops.during(one_pass):
@@ -177,7 +184,8 @@ class ModelRunner:
             return _Left(x_in, x_out)
         tape = Tape() if level is Level.KEEP else None
         group.x_1NC = self._block(group, layer, x_in, replace(group.first_pass, tape=tape))
-        return _Left(x_in.detach().requires_grad_(wants_dx), None, tape)
+        self.activations.put((layer, group.number), x_in)
+        return _Left(tape=tape)
 
     def _head(
         self, batches: Mapping[int, TokenBatch], groups: Sequence[_Group], scale: float, wants_dx: bool
@@ -194,16 +202,17 @@ class ModelRunner:
             group.x_1NC = None
         return loss
 
-    def _backward(self, group: _Group, layer: int, left: _Left) -> None:
-        x_out = left.x_out
-        if x_out is None:
+    def _backward(self, group: _Group, layer: int, left: _Left, wants_dx: bool) -> None:
+        x_in, x_out = left.x_in, left.x_out
+        if x_in is None:
+            x_in = self.activations.take((layer, group.number)).requires_grad_(wants_dx)
             with torch.enable_grad():
                 again = replace(group.first_pass, tape=left.tape, again=True)
-                x_out = self._block(group, layer, left.x_in, again)
+                x_out = self._block(group, layer, x_in, again)
         dx_1NC, group.dx_1NC = group.dx_1NC, None
         # A block in which nothing is trained, below none that is, has no graph to go through.
         backward_from(x_out, dx_1NC)
-        group.dx_1NC = left.x_in.grad
+        group.dx_1NC = x_in.grad
 
     # -- evaluation
 
@@ -261,6 +270,15 @@ class ModelRunner:
     def _forward_step(self, batch: TokenBatch, head_chunks: Sequence[int]) -> AbstractContextManager[None]:
         rows, tokens = batch.input_ids.shape
         return self._step(self.scheduler.costs.evaluation(rows * tokens, tokens, tuple(head_chunks)))
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Figures of the present or latest step by kind of stream."""
+        return {**self.store.stats(), "activations": self.activations.stats()}
+
+    def close(self) -> None:
+        """Stop the threads and free the windows; safe to call twice."""
+        self.activations.close()
+        self.store.close()
 
     @contextmanager
     def _step(self, trace: Trace) -> Iterator[None]:

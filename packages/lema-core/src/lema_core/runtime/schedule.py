@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lema_core.memory import format_bytes
 from lema_core.runtime.dry_run import DryRun, Level, Piece
 from lema_core.runtime.head_loss import chunk_tokens, cut_head, cut_tokens
 from lema_core.store.trace import Trace, Work
@@ -52,16 +53,19 @@ class StepShape:
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """``levels``: by layer, those below the lowest trained one included."""
+    """``levels``: by layer, those below the lowest trained one included. ``boundary_bytes``: of blocks' inputs, so much
+    stays where it is computed with, the rest goes down a tier; None: all stay."""
 
     groups: Groups
     levels: tuple[Level, ...]
+    boundary_bytes: int | None = None
 
     def describe(self) -> str:
         """``graph of 3 layers, products of 10, 9 recomputed; 8 micro-batches in 1 group``."""
         counts = [sum(level is wanted for level in self.levels) for wanted in reversed(Level)]
+        lower = "" if self.boundary_bytes is None else f"; {format_bytes(self.boundary_bytes)} of their inputs stay"
         return (
-            f"graph kept of {counts[0]} layers, products of {counts[1]}, {counts[2]} recomputed; "
+            f"graph kept of {counts[0]} layers, products of {counts[1]}, {counts[2]} recomputed{lower}; "
             f"{sum(map(len, self.groups))} micro-batches in {len(self.groups)} groups"
         )
 
@@ -112,35 +116,53 @@ class StepCosts:
 
     # -- memory
 
+    def boundaries(self, shape: StepShape, schedule: StepSchedule) -> list[int]:
+        """Bytes of the inputs that blocks leave for their gradient, in the order of the forward pass."""
+        return [
+            int(self._dry.boundary.at(_group_size(shape, group)[0]))
+            for layer in range(shape.first_layer, self._n_layers)
+            if schedule.levels[layer] is not Level.GRAPH
+            for group in schedule.groups
+        ]
+
     def activation_bytes(self, shape: StepShape, schedule: StepSchedule) -> int:
-        """The most bytes of activations, kept products and graphs included, that a step holds at once."""
+        """The most bytes of activations, kept products and graphs included, that a step holds at once where it
+        computes."""
         dry, n_layers = self._dry, self._n_layers
         sizes = [_group_size(shape, group)[0] for group in schedule.groups]
-        boundary = dry.boundary
-        masks = sum(one.rows * one.tokens**2 for one in shape.micro_batches)
-        shared = masks + sum(dry.context.at(n) for n in sizes)
-        alive = shared + sum(boundary.at(n) for n in sizes)
-        peak = alive
-        left: dict[tuple[int, int], float] = {}
+        most = math.inf if schedule.boundary_bytes is None else schedule.boundary_bytes
+        # What a group carries from block to block: its activations, later their gradient.
+        carried = sum(dry.boundary.at(n) for n in sizes)
+        fixed = carried + sum(dry.context.at(n) for n in sizes)
+        fixed += sum(one.rows * one.tokens**2 for one in shape.micro_batches)
+        inputs = 0.0
+        peak = fixed
+        kept: dict[tuple[int, int], float] = {}
         for layer in range(n_layers):
-            cost = dry.forward(layer, schedule.levels[layer]).cost
+            level = schedule.levels[layer]
+            cost = dry.forward(layer, level).cost
             for group, n in enumerate(sizes):
-                peak = max(peak, alive + cost.peak.at(n))
-                left[layer, group] = cost.left.at(n) if layer >= shape.first_layer else 0.0
-                alive += left[layer, group]
+                peak = max(peak, fixed + min(inputs, most) + cost.peak.at(n))
+                if layer >= shape.first_layer:
+                    # Of what a graph keeps, its input is a part.
+                    kept[layer, group] = cost.left.at(n) - (0 if level is Level.GRAPH else dry.boundary.at(n))
+                    fixed += kept[layer, group]
+                    inputs += 0 if level is Level.GRAPH else dry.boundary.at(n)
         wants_dx = shape.first_layer < n_layers
-        gradients = sum(boundary.at(n) for n in sizes) if wants_dx else 0.0
+        gradients = carried if wants_dx else 0.0
         for tokens in head_chunks(shape, dry.adapter.vocab_size):
-            peak = max(peak, alive + gradients + dry.head(True, wants_dx).cost.peak.at(tokens) + boundary.at(tokens))
-        alive += gradients
+            head = dry.head(True, wants_dx).cost.peak.at(tokens) + dry.boundary.at(tokens)
+            peak = max(peak, fixed + min(inputs, most) + gradients + head)
         for layer in range(n_layers - 1, shape.first_layer - 1, -1):
-            cost = dry.backward(layer, schedule.levels[layer], layer > shape.first_layer).cost
+            level = schedule.levels[layer]
+            cost = dry.backward(layer, level, layer > shape.first_layer).cost
             for group, n in enumerate(sizes):
-                peak = max(peak, alive + cost.peak.at(n))
-                alive -= left[layer, group]
+                peak = max(peak, fixed + min(inputs, most) + cost.peak.at(n))
+                fixed -= kept[layer, group]
+                inputs -= 0 if level is Level.GRAPH else dry.boundary.at(n)
         if shape.logits:
             peak += 4 * shape.tokens * dry.adapter.vocab_size
-        return int(peak)
+        return math.ceil(peak)
 
     def evaluation_bytes(self, tokens: int, row_tokens: int) -> int:
         """The most bytes that a forward pass without gradients holds at once."""
@@ -158,7 +180,7 @@ class Scheduler:
 
     ``recompute``: True and False force what blocks leave; None leaves it to the memory there is.
     ``window_holds_layer``: when it does not, each group of micro-batches has a layer read again, so that one large
-    group is better.
+    group is better. ``lower_tier``: blocks' inputs may go down where they are too much.
     """
 
     def __init__(
@@ -167,8 +189,10 @@ class Scheduler:
         activation_bytes: int | None = None,
         recompute: bool | None = None,
         window_holds_layer: bool = True,
+        lower_tier: bool = False,
     ) -> None:
         self.costs = costs
+        self._lower_tier = lower_tier
         self._limit = math.inf if activation_bytes is None else activation_bytes
         self._recompute = recompute
         self._enough_tokens = ENOUGH_TOKENS if window_holds_layer else 1 << 62
@@ -181,8 +205,24 @@ class Scheduler:
             choices = self.choices(shape, groups)
             if self._fits(shape, choices[0]):
                 break
+        else:
+            least = self.least(shape, choices[0])
+            beyond = self.costs.activation_bytes(shape, least) - self._limit
+            if not self._lower_tier or beyond >= 0:
+                return least if self._lower_tier else choices[0]
+            return replace(least, boundary_bytes=least.boundary_bytes + math.floor(-beyond))
         fitting = bisect_left(choices, True, key=lambda schedule: not self._fits(shape, schedule))
         return choices[max(0, fitting - 1)]
+
+    def ways(self, shape: StepShape) -> list[StepSchedule]:
+        """All that :meth:`choose` may choose, with the most of blocks' inputs in the tier below or all of them here."""
+        groupings = list(self._groupings(shape))
+        found = self.choices(shape, groupings[0]) + [self.choices(shape, groups)[0] for groups in groupings[1:]]
+        return [self.least(shape, found[-1]), *found] if self._lower_tier else found
+
+    def least(self, shape: StepShape, schedule: StepSchedule) -> StepSchedule:
+        """The same with all blocks' inputs in the tier below, but for two on their way."""
+        return replace(schedule, boundary_bytes=2 * max(self.costs.boundaries(shape, schedule), default=0))
 
     def _fits(self, shape: StepShape, schedule: StepSchedule) -> bool:
         return self.costs.activation_bytes(shape, schedule) <= self._limit

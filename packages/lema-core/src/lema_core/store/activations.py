@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
@@ -68,7 +69,8 @@ class ActivationStream:
             device_bytes = min((limit for limit in (device_bytes, ram_bytes) if limit is not None), default=None)
             ram_bytes = 0
         self._device = device
-        self._device_limit, self._ram_limit = device_bytes, ram_bytes
+        self._most_on_device, self._ram_limit = device_bytes, ram_bytes
+        self._device_limit = device_bytes
         self._folder = folder
         self._arena = Arena(device, ram_bytes)
         self._file: SpillFile | None = None
@@ -90,9 +92,10 @@ class ActivationStream:
 
     # -- a step
 
-    def begin_step(self, sizes: Sequence[int] = ()) -> None:
-        """``sizes``: the bytes of what will be put, in that order, where they are known. Raises BudgetError where they
-        cannot fit, TransferError where the disk has no room for them."""
+    def begin_step(self, sizes: Sequence[int] = (), device_bytes: int | None = None) -> None:
+        """``sizes``: the bytes of what will be put, in that order, where they are known. ``device_bytes``: a lower
+        limit for this step alone. Raises BudgetError where they cannot fit, TransferError where the disk has no room
+        for them."""
         with self._changed:
             if self._closed:
                 raise PlanError("the activations' store is closed; open the model again")
@@ -101,12 +104,25 @@ class ActivationStream:
             if self._busy:
                 raise PlanError("a move of an abandoned step still hangs; try again later, or open the model again")
             self._drop_all()
+            limits = [limit for limit in (self._most_on_device, device_bytes) if limit is not None]
+            self._device_limit = min(limits, default=None)
             self._planned = place(sizes, self._device_limit, self._ram_limit)
             if Tier.DISK in self._planned:
                 self._check_disk(sizes, self._planned)
             self._error, self._running = None, True
             self._rising, self._n_put = False, 0
             self._step_start = self._totals()
+
+    @contextmanager
+    def step(self, sizes: Sequence[int] = (), device_bytes: int | None = None) -> Iterator[None]:
+        """:meth:`begin_step` and, however it ends, :meth:`end_step` or :meth:`abort_step`."""
+        self.begin_step(sizes, device_bytes)
+        try:
+            yield
+            self.end_step()
+        except BaseException:
+            self.abort_step()
+            raise
 
     def end_step(self) -> None:
         """Raises PlanError where something was put and never taken, and what a move in the background failed with."""
