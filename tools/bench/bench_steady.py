@@ -57,8 +57,8 @@ def main() -> None:
                 handles.append(len(os.listdir(seen / "fd")))
                 threads.append(len(os.listdir(seen / "task")))
     grown = slope(rss[a.after :])
-    print(f"resident memory after steps 1, {a.after} and {a.steps}: ", end="")
-    print(", ".join(f"{rss[step - 1] / 1e6:.2f}" for step in (1, max(1, a.after), a.steps)), "MB")
+    shown = [1, *range(50, a.steps, 50), a.steps]
+    print("resident MB after step", ", ".join(f"{step}: {rss[step - 1] / 1e6:.2f}" for step in shown))
     print(
         f"slope from step {a.after} on: {grown:.0f} bytes a step, at most {SLOPE_AT_MOST_BYTES}: "
         f"{verdict(grown <= SLOPE_AT_MOST_BYTES)}"
