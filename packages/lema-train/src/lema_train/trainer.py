@@ -198,6 +198,7 @@ class Trainer:
             "step_s": time.perf_counter() - started,
             "wait_s": sum(s.wait_s for s in stats),
             "read_bytes": sum(s.read_bytes for s in stats),
+            "demand_bytes": sum(s.demand_bytes for s in stats),
             "written_bytes": sum(s.written_bytes for s in stats),
             "device_peak_bytes": sum(s.device_peak_bytes for s in stats),
             "ram_peak_bytes": sum(s.ram_peak_bytes for s in stats),

@@ -27,6 +27,8 @@ from lema_core.store.trace import Trace
 
 #: bytes a trained number takes beside itself: its gradient and two moments
 _GRADIENT_BYTES, _MOMENT_BYTES = 4, 8
+#: slots with which reads keep ahead of the compute
+_AHEAD = 8
 #: what an interpreter with torch and lema holds on a machine that is only thought of
 _INTERPRETER_BYTES = 300_000_000
 #: what a CUDA context takes of device memory
@@ -147,6 +149,7 @@ class RunPlan:
             resident=c.strategy is MemoryStrategy.RESIDENT,
             choices=_choices(self.work, m.rates, c.gradient_checkpointing),
             activations=min((a for a in activations if a is not None), default=None),
+            comfortable=model.smallest_bytes + (_AHEAD - 1) * model.layout.slot_bytes,
             read_bytes_per_s=m.rates.disk_bytes_per_s if m.shares_ram else m.rates.link_bytes_per_s,
         )
         return get_plugin_manager().hook.lema_plan_budget(request=request)

@@ -60,8 +60,8 @@ def predicted(run: RunPlan) -> dict[str, Any]:
 
 def measured(steps: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The same of steps as metrics.jsonl has them: medians without the first, which finds its windows empty, and
-    peaks. None without steps."""
-    steps = list(steps)
+    peaks; reads without those of embedding rows, which only a step's tokens tell. None without steps."""
+    steps = [{**step, "read_bytes": step["read_bytes"] - step["demand_bytes"]} for step in steps]
     if not steps:
         return None
     typical = steps[1:] or steps

@@ -383,6 +383,7 @@ class ActivationStream:
                 device_peak_bytes=0 if shared else self._device_peak,
                 device_window_bytes=0 if shared else (self._device_limit or self._device_peak),
                 read_bytes=read,
+                demand_bytes=0,
                 copied_bytes=copied,
                 written_bytes=written,
                 wait_s=waited,

@@ -27,7 +27,8 @@ class BudgetRequest:
     fixed, None for auto. ``resident``: everything must stay where it is computed from.
 
     ``choices``: ways to run a step, from the one that holds least on; ``activations``: the most they may hold, None for
-    auto. A step reads ``passes`` times what the window does not hold, at ``read_bytes_per_s``.
+    auto. A step reads ``passes`` times what the window does not hold, at ``read_bytes_per_s``. Below ``comfortable``
+    bytes a window has too few slots to read ahead.
     """
 
     total: int
@@ -43,6 +44,7 @@ class BudgetRequest:
     resident: bool = False
     choices: tuple[StepChoice, ...] = (StepChoice(0, 0.0),)
     activations: int | None = None
+    comfortable: int = 0
     passes: int = 2
     read_bytes_per_s: float = 1e9
 
@@ -104,8 +106,11 @@ def _share(
     wanted, must_have = _wanted(request, fixed)
 
     def step_s(choice: StepChoice) -> float:
-        streamed = request.total - min(wanted, left - choice.nbytes)
-        return max(choice.compute_s, request.passes * streamed / request.read_bytes_per_s)
+        window = min(wanted, left - choice.nbytes)
+        reading_s = request.passes * (request.total - window) / request.read_bytes_per_s
+        if window < min(request.comfortable, request.total):
+            return choice.compute_s + reading_s
+        return max(choice.compute_s, reading_s)
 
     allowed = [
         choice

@@ -58,8 +58,8 @@ class Borrow:
 
 @dataclass
 class StoreStats:
-    """Bytes of one kind of stream. ``*_now``/``*_peak``: slots filled; ``*_window``: the budget's slots; reads of this
-    step."""
+    """Bytes of one kind of stream. ``*_now``/``*_peak``: slots filled, and at the peak the region of embedding rows;
+    ``*_window``: the budget's slots; reads of this step, of which ``demand_bytes`` no trace announced."""
 
     ram_now_bytes: int
     ram_peak_bytes: int
@@ -68,6 +68,7 @@ class StoreStats:
     device_peak_bytes: int
     device_window_bytes: int
     read_bytes: int
+    demand_bytes: int
     copied_bytes: int
     written_bytes: int
     wait_s: float
@@ -109,7 +110,7 @@ class TensorStore:
         )
         self._position = 0
         self._trace: Trace | None = None
-        self._step_start = (0, 0, 0.0)
+        self._step_start = (0, 0, 0.0, 0)
         self.closed = False
 
     def begin_step(self, trace: Trace) -> StepPlan:
@@ -145,24 +146,27 @@ class TensorStore:
     def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return self._rows[name].gather(ids, dtype).to(self.device.torch_device)
 
-    def _totals(self) -> tuple[int, int, float]:
-        return self._reader.bytes_read, self._engine.link_bytes, self._engine.wait_s
+    def _totals(self) -> tuple[int, int, float, int]:
+        demanded = sum(rows.bytes_read for rows in self._rows.values())
+        return self._reader.bytes_read, self._engine.link_bytes, self._engine.wait_s, demanded
 
     def stats(self) -> dict[str, StoreStats]:
         """Figures per kind of stream; ``read_bytes``, ``copied_bytes`` and ``wait_s`` of the present or latest step."""
         ram = self._near if self._far is None else self._far
         rows, bounce = self._rows.values(), self.model.bounce_bytes
         before = self._step_start
-        read, copied, waited = self._totals()
+        read, copied, waited, demanded = self._totals()
+        region = self.sizes.n_rows * self.model.row_bytes
         far = self._far is not None
         weights = StoreStats(
             ram_now_bytes=ram.bytes_now + sum(r.bytes_now for r in rows) + bounce,
-            ram_peak_bytes=ram.peak_bytes + sum(r.peak_bytes for r in rows) + bounce,
-            ram_window_bytes=ram.n_slots * ram.slot_bytes + self.sizes.n_rows * self.model.row_bytes + bounce,
+            ram_peak_bytes=ram.peak_bytes + region + bounce,
+            ram_window_bytes=ram.n_slots * ram.slot_bytes + region + bounce,
             device_now_bytes=self._near.bytes_now if far else 0,
             device_peak_bytes=self._near.peak_bytes if far else 0,
             device_window_bytes=self._near.n_slots * self._near.slot_bytes if far else 0,
             read_bytes=read - before[0],
+            demand_bytes=demanded - before[3],
             copied_bytes=copied - before[1],
             written_bytes=0,
             wait_s=waited - before[2],
