@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
 from lema_core.errors import BudgetError
+from lema_core.testing import simulated
 from lema_core.testing.simulated import SimulatedAccelerator
 
 
@@ -51,14 +50,63 @@ def test_a_discarded_slot_is_nan_when_its_reader_is_over_and_not_before() -> Non
     device.close()
 
 
-def test_copies_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
+class Clock:
+    """Stands still but while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(simulated, "time", clock)
+    return clock
+
+
+def test_copies_take_their_time_one_after_another(clock: Clock) -> None:
     device = SimulatedAccelerator(bytes_per_s=1e6, latency_s=0.05)
     slot, ram = device.allocate(100_000), device.allocate_ram(100_000)
-    device.host_wait(device.copy(slot, ram, None))
-    device.host_wait(device.copy(slot[:10_000], ram[:10_000], None))
-    assert slept == pytest.approx([0.15, 0.06])
+    first, second = device.copy(slot, ram, None), device.copy(slot[:10_000], ram[:10_000], None)
+    device.host_wait(second)
+    assert (first.at, second.at, clock.now) == pytest.approx((100.15, 100.21, 100.21))
+    device.close()
+
+
+def test_compute_takes_its_time_and_copies_wait_for_it_and_it_for_copies(clock: Clock) -> None:
+    device = SimulatedAccelerator(bytes_per_s=1e6)
+    slot, ram = device.allocate(1_000_000), device.allocate_ram(1_000_000)
+    device.compute(0.5)
+    device.compute(0.25)
+    read = device.record()
+    assert read.at == pytest.approx(100.75)
+    device.discard(slot, read)
+    copy = device.copy(slot, ram, read)
+    device.compute_wait(copy)
+    assert copy.at == pytest.approx(101.75) and device.overwrites_while_read == 0
+    device.compute(0.5)
+    device.host_wait(device.record())
+    assert clock.now == pytest.approx(102.25)
+    device.close()
+
+
+def test_compute_that_runs_ahead_is_queued_behind_what_it_waits_for(clock: Clock) -> None:
+    device = SimulatedAccelerator(bytes_per_s=1e6, runs_ahead=True)
+    slot, ram = device.allocate(10_000), device.allocate_ram(10_000)
+    before = clock.now
+    copies = [device.copy(slot, ram, None) for _ in range(3)]
+    assert [copy.at - before for copy in copies] == pytest.approx([0.01, 0.02, 0.03], abs=1e-6)
+    device.compute_wait(copies[2])
+    device.compute(1.0)
+    over = device.record()
+    assert over.at - before == pytest.approx(1.03, abs=1e-6)
+    device.host_wait(over)
     device.close()
 
 

@@ -12,6 +12,7 @@ from lema_core.checkpoint import TensorInfo, read_tensor
 from lema_core.device import Device
 from lema_core.store.granules import Part
 from lema_core.store.model import StreamedModel, WindowSizes
+from lema_core.store.reads import Reads
 from lema_core.store.store import Borrow, TensorStore
 
 
@@ -29,8 +30,9 @@ class CheckingStore(TensorStore):
         device: Device,
         sizes: WindowSizes,
         prefetch_distance: int,
+        reads: Reads | None = None,
     ) -> None:
-        super().__init__(model, device, sizes, prefetch_distance)
+        super().__init__(model, device, sizes, prefetch_distance, reads)
         self._expected = {name: read_tensor(tensors[name]) for name in model.layout.parts}
         self.visits: list[Part] = []
 

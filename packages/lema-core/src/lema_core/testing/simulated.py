@@ -22,11 +22,12 @@ _POISON = 0xFF  # every byte 0xFF is NaN in fp32, fp16 and bf16
 
 
 class _Event:
-    """``done`` once what it stands for is over. ``slots`` are poisoned when it is."""
+    """``done`` once what it stands for is over, which by the device's clock it is ``at``. ``slots`` are poisoned
+    then."""
 
-    def __init__(self) -> None:
+    def __init__(self, at: float) -> None:
         self.done = Flag()
-        self.due = 0.0
+        self.at = at
         self.slots: list[Tensor] = []
         self.error: BaseException | None = None
 
@@ -34,9 +35,14 @@ class _Event:
 class SimulatedAccelerator:
     """Device whose compute is this CPU's; ``bytes_per_s`` None copies as fast as it can.
 
-    Compute computes at once, and is taken to read its operands for ``compute_lag_s`` more. ``fail_at_copy``: the number
-    of a copy (from 0) that raises ``RuntimeError``, for tests of error propagation. ``copies`` counts those made;
-    ``overwrites_while_read`` those that hit a slot before its last reader was over, which a right engine never does.
+    Compute computes at once, and is taken to read its operands for ``compute_lag_s`` more, or as long as
+    :meth:`compute` says. ``fail_at_copy``: the number of a copy (from 0) that raises ``RuntimeError``, for tests of
+    error propagation. ``copies`` counts those made; ``overwrites_while_read`` those that hit a slot before its last
+    reader was over, which a right engine never does.
+
+    Its clock knows when what was queued will be over, and is not delayed by a thread that wakes up late. With
+    ``runs_ahead``, compute that waits for a copy does not hold up the program, as on a real device: only for measuring,
+    where nobody looks at what was copied.
     """
 
     shares_ram = False
@@ -49,15 +55,19 @@ class SimulatedAccelerator:
         latency_s: float = 0.0,
         compute_lag_s: float = 0.0,
         fail_at_copy: int | None = None,
+        runs_ahead: bool = False,
     ) -> None:
         self._capacity_bytes = capacity_bytes
         self._allocated_bytes = 0
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._latency_s = latency_s
         self._compute_lag_s = compute_lag_s
         self._fail_at_copy = fail_at_copy
+        self._runs_ahead = runs_ahead
         self._readers: dict[int, _Event] = {}
         self._lock = Lock()
+        self._copied_until = 0.0
+        self._computed_until = 0.0
         self._copy_jobs: SimpleQueue = SimpleQueue()
         self._compute_jobs: SimpleQueue = SimpleQueue()
         self._threads = [
@@ -68,6 +78,10 @@ class SimulatedAccelerator:
             thread.start()
         self.copies = 0
         self.overwrites_while_read = 0
+
+    def compute(self, seconds: float) -> None:
+        """Queue so much work; what is queued later, and events recorded later, come after it."""
+        self._computed_until = max(self._computed_until, time.perf_counter()) + seconds
 
     def compute_dtype(self, storage: torch.dtype) -> torch.dtype:
         return torch.float32
@@ -84,21 +98,27 @@ class SimulatedAccelerator:
         return map_ram(nbytes)
 
     def copy(self, target: Tensor, source: Tensor, after: _Event | None) -> _Event:
-        event = _Event()
-        self._copy_jobs.put((event, target, source, after))
+        duration = self._latency_s + (target.numel() / self.bytes_per_s if self.bytes_per_s else 0.0)
+        with self._lock:
+            start = max(time.perf_counter(), self._copied_until, 0.0 if after is None else after.at)
+            event = _Event(start + duration)
+            self._copied_until = event.at
+            self._copy_jobs.put((event, target, source, after))
         return event
 
     def record(self) -> _Event:
-        event = _Event()
-        if self._compute_lag_s:
-            event.due = time.perf_counter() + self._compute_lag_s
+        now = time.perf_counter()
+        event = _Event(max(now + self._compute_lag_s, self._computed_until))
+        if event.at > now:
             self._compute_jobs.put(event)
         else:
             event.done.set()
         return event
 
     def compute_wait(self, event: _Event) -> None:
-        self.host_wait(event)
+        if not self._runs_ahead:
+            self.host_wait(event)
+        self._computed_until = max(self._computed_until, event.at)
 
     def host_wait(self, event: _Event) -> None:
         event.done.wait()
@@ -125,8 +145,7 @@ class SimulatedAccelerator:
 
     def _serve_compute(self) -> None:
         while (event := self._compute_jobs.get()) is not None:
-            while (left := event.due - time.perf_counter()) > 0:
-                time.sleep(left)
+            _sleep_until(event.at)
             with self._lock:
                 for slot in event.slots:
                     slot.fill_(_POISON)
@@ -141,6 +160,7 @@ class SimulatedAccelerator:
                 self._copy(target, source)
             except RuntimeError as error:
                 event.error = error
+            _sleep_until(event.at)
             event.done.set()
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
@@ -151,7 +171,9 @@ class SimulatedAccelerator:
             number, self.copies = self.copies, self.copies + 1
         if number == self._fail_at_copy:
             raise RuntimeError(f"simulated accelerator: copy {number} failed")
-        duration = self._latency_s + (target.numel() / self._bytes_per_s if self._bytes_per_s else 0.0)
-        if duration:
-            time.sleep(duration)
         target.copy_(source)
+
+
+def _sleep_until(due: float) -> None:
+    while (left := due - time.perf_counter()) > 0:
+        time.sleep(left)
