@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lema_core.device import CpuDevice, Device
 from lema_core.errors import CheckpointError
@@ -35,7 +36,7 @@ class CountingKernel(LinearKernel):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Small products, hardly any time, a cache of this test's own."""
-    for name in ("_READ_S", "_MEMORY_S", "_LINK_S", "_PRODUCT_S"):
+    for name in ("_READ_S", "_MEMORY_S", "_LINK_S", "_PRODUCT_S", "_OVERHEAD_S"):
         monkeypatch.setattr(flight, name, 0.0)
     small = flight._Sizes(32, 64, 20 << 20)
     monkeypatch.setattr(flight, "_IN_RAM", small)
@@ -89,7 +90,7 @@ def test_what_figures_depend_on_is_kept_apart(model: Path) -> None:
     [
         (lambda text: text[: len(text) // 2], "JSONDecodeError"),
         (lambda text: "[1]", "TypeError"),
-        (lambda text: text.replace('"format": 1', '"format": 0'), "another version of lema"),
+        (lambda text: text.replace('"format": 2', '"format": 0'), "another version of lema"),
         (lambda text: text.replace('"kernel": "torch 1"', '"kernel": "torch 0"'), "another machine"),
         (lambda text: text.replace('"op_overhead_s": ', '"op_overhead_s": -'), "not a number greater than 0"),
         (lambda text: text.replace('"disk_bytes_per_s"', '"disc_bytes_per_s"'), "KeyError: 'disk_bytes_per_s'"),
@@ -106,7 +107,7 @@ def test_a_spoilt_file_is_measured_again_with_a_word(model: Path, spoil, word: s
     assert CountingKernel.calls > calls
     (sentence,) = said
     assert str(first.file) in sentence and word in sentence and "measuring again" in sentence and "\n" not in sentence
-    assert json.loads(again.file.read_text())["format"] == 1
+    assert json.loads(again.file.read_text())["format"] == 2
     assert [path.name for path in again.file.parent.iterdir()] == [again.file.name], "no temporary file stays"
 
 
@@ -132,6 +133,29 @@ def test_a_link_is_measured_by_the_devices_own_copies(model: Path) -> None:
     assert found.hardware.device_bytes == device.free_bytes()
     assert any(what == "link to the device" for what, _ in found.describe())
     device.close()
+
+
+def test_an_operation_is_timed_by_as_many_as_torch_is_asked_for() -> None:
+    asked: list = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def operations(links: int) -> int:
+        asked.clear()
+        x = torch.ones(8, 16, requires_grad=True)
+        w = torch.ones(8, 16)
+        with Count():
+            y = x
+            for _ in range(links):
+                y = flight._Link.apply(y, w) + w
+            flight.backward_from(y, w)
+        assert torch.equal(x.grad, w)
+        return len(asked)
+
+    assert operations(20) - operations(10) == 10 * flight.OPERATIONS_PER_LINK
 
 
 def test_a_file_that_is_gone_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from lema_core.errors import BudgetError
 from lema_core.planning.hardware import Hardware
 from lema_core.planning.predict import (
     Span,
+    compute_s,
     floor_s,
     predict_step,
     smallest_memory,
@@ -93,9 +94,19 @@ def test_a_weight_is_given_back_before_what_follows_its_product() -> None:
     assert found.bound_by == "memory"
 
 
-def test_overhead_is_paid_per_access() -> None:
+def test_overhead_is_paid_for_each_operation_and_access() -> None:
+    """Four operations of 0.25 s: one before the weight is given back, three after."""
+    step = Trace("case", (0, 1), (Work(1000, 1, 0.0, 4), Work(0.0, 1, 0.0, 1)))
+    plan = StepPlan(tier((0, -1), (1, 0)), None)
+    found = predict_step(step, plan, granules(100, 100), machine(overhead=0.25))
+    assert [s.start_s for s in found.timeline if s.lane == "disk"] == [0.0, 1 + 0.25 + 1]
+    assert (found.step_s, found.compute_s, found.memory_s) == (1 + 1.25 + 1 + 0.25, 2.25, 0.75)
+
+
+def test_an_access_without_known_work_costs_its_overhead() -> None:
     step = trace([0, 0, 0], [0, 0, 0])
     found = predict_step(step, StepPlan(tier(0, 0, 0), None), granules(100), machine(overhead=0.25))
+    assert compute_s(step, machine(overhead=0.25)) == 0.75
     assert (found.step_s, found.compute_s, found.read_bytes) == (0.75, 0.75, 0)
 
 

@@ -28,19 +28,21 @@ from torch import Tensor
 
 from lema_core.device import Device
 from lema_core.memory import format_bytes, process_memory_limit
+from lema_core.ops.gradient import backward_from
 from lema_core.ops.linear import LinearKernel
 from lema_core.planning.hardware import Hardware
+from lema_core.planning.predict import compute_s
 from lema_core.store.disk import DiskReader
 from lema_core.store.granules import SECTOR_BYTES
 from lema_core.store.trace import Trace
 
 TOKENS = (16, 64, 256, 1024)
 #: rises when figures are taken in another way
-_FORMAT = 1
+_FORMAT = 2
 _READ_BYTES = 16 << 20
 _MOST_READ_BYTES = 384 << 20
-_READ_S, _MEMORY_S, _LINK_S, _PRODUCT_S = 0.3, 0.1, 0.2, 0.15
-_OPS = 300
+_READ_S, _MEMORY_S, _LINK_S, _PRODUCT_S, _OVERHEAD_S = 0.3, 0.1, 0.2, 0.15, 0.1
+_LINKS, OPERATIONS_PER_LINK = 20, 7
 _DISTANCES = (2, 64)
 
 
@@ -152,10 +154,7 @@ def propose(flight: FlightCheck, trace: Trace, slot_bytes: int, all_bytes: int, 
     transfer_s = slot_bytes / rates.disk_bytes_per_s
     if rates.link_bytes_per_s is not None:
         transfer_s += slot_bytes / rates.link_bytes_per_s
-    compute_s = rates.op_overhead_s * len(trace.accesses)
-    for work in trace.work:
-        compute_s += rates.product_s(work.flops, work.tokens) + work.touched_bytes / rates.memory_bytes_per_s
-    each_s = compute_s / max(1, len(trace.accesses))
+    each_s = max(rates.op_overhead_s, compute_s(trace, rates) / max(1, len(trace.accesses)))
     low, high = _DISTANCES
     distance = min(high, max(low, 1 + ceil((transfer_s + flight.read_jitter_s) / each_s)))
     fits = window_bytes >= all_bytes
@@ -215,15 +214,22 @@ def _time_reads(reader: DiskReader, path: Path, target: Tensor) -> list[float]:
     return taken
 
 
-def _repeat(device: Device, seconds: float, what: Callable[[], object], least: int = 2) -> float:
-    """The fewest seconds that ``what`` took, the device's part included: others on the machine only ever add."""
+def _repeat(
+    device: Device,
+    seconds: float,
+    what: Callable[[], object],
+    least: int = 2,
+    of: Callable[[list[float]], float] = min,
+) -> float:
+    """Seconds of ``what``, the device's part included; by default the fewest, as others on the machine only ever
+    add."""
     taken: list[float] = []
     while len(taken) < least or sum(taken) < seconds:
         before = time.perf_counter()
         what()
         device.host_wait(device.record())
         taken.append(time.perf_counter() - before)
-    return min(taken)
+    return of(taken)
 
 
 def _memory_rate(device: Device, arena: Tensor) -> float:
@@ -272,14 +278,34 @@ def _product_rate(
 
 
 def _op_overhead(device: Device, arena: Tensor) -> float:
-    one = arena[:4].view(torch.float32)
+    """Seconds of an operation that has next to nothing to do, as a block's are: inside a function with a gradient of
+    its own, and there again."""
+    x = arena[:512].view(torch.float32).view(8, 16).zero_().requires_grad_()
+    dy = torch.zeros_like(x)
 
-    def ops() -> None:
-        for _ in range(_OPS):
-            one.zero_()
+    def chain() -> None:
+        y = x
+        for _ in range(_LINKS):
+            y = _Link.apply(y, dy) + dy
+        backward_from(y, dy)
+        x.grad = None
 
-    ops()
-    return _repeat(device, 0.0, ops, 5) / _OPS
+    chain()
+    return _repeat(device, _OVERHEAD_S, chain, 5, median) / (OPERATIONS_PER_LINK * _LINKS)
+
+
+class _Link(torch.autograd.Function):
+    """Three operations and as many in the gradient; one more joins links."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return x.t().t() * w
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (w,) = ctx.saved_tensors
+        return dy.t().t() * w, None
 
 
 # -- the cache

@@ -19,12 +19,13 @@ from lema_core.planning.hardware import Hardware
 from lema_core.store.granules import Granule, Read
 from lema_core.store.planner import Load
 from lema_core.store.step_plan import StepPlan, numbered, plan_step
-from lema_core.store.trace import Trace
+from lema_core.store.trace import Trace, Work
 
 Lane = Literal["disk", "link", "compute", "wait"]
 #: a step's plan repeats itself after a step or two; more are not looked at
 _MOST_STEPS = 4
 _GB = 1_000_000_000
+_NOTHING = Work(0.0, 1, 0.0)
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Span:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """``step_s`` = ``compute_s`` + ``wait_s``. ``memory_s``: the part of ``compute_s`` that only reads and writes
-    activations. ``disk_s``, ``link_s``: how long each is busy.
+    """``step_s`` = ``compute_s`` + ``wait_s``. ``memory_s``: the part of ``compute_s`` beside products, reading and
+    writing activations. ``disk_s``, ``link_s``: how long each is busy.
 
     ``read_bytes``: disk -> RAM. ``copied_bytes``: RAM -> device. ``timeline``: in rising order of ``start_s`` per lane.
     """
@@ -104,16 +105,13 @@ def predict_step(trace: Trace, plan: StepPlan, granules: Sequence[Granule], rate
                 wait_s += there - now
                 now = there
         started = now
-        now += rates.op_overhead_s
-        work = trace.work[position] if trace.work else None
-        if work is not None:
-            now += rates.product_s(work.flops, work.tokens)
+        work = trace.work[position] if trace.work else _NOTHING
+        now += rates.op_overhead_s + rates.product_s(work.flops, work.tokens)
         # What follows the product no longer needs the weight.
         released.append(now)
-        if work is not None:
-            touched_s = work.touched_bytes / rates.memory_bytes_per_s
-            memory_s += touched_s
-            now += touched_s
+        beside_s = _beside_s(work, rates)
+        memory_s += beside_s
+        now += beside_s
         spans.append(Span("compute", started, now, granule))
     disk_loads = (plan.far or plan.near).loads
     return StepPrediction(
@@ -127,6 +125,18 @@ def predict_step(trace: Trace, plan: StepPlan, granules: Sequence[Granule], rate
         copied_bytes=sum(granules[load.granule].nbytes for load in plan.near.loads) if plan.far else 0,
         timeline=tuple(spans),
     )
+
+
+def compute_s(trace: Trace, rates: Hardware) -> float:
+    """Seconds of a step that waits for nothing."""
+    return sum(
+        rates.op_overhead_s + rates.product_s(work.flops, work.tokens) + _beside_s(work, rates) for work in trace.work
+    )
+
+
+def _beside_s(work: Work, rates: Hardware) -> float:
+    """All but the product and its borrow: activations that are read and written, and what each operation costs."""
+    return work.touched_bytes / rates.memory_bytes_per_s + max(0, work.operations - 1) * rates.op_overhead_s
 
 
 class _Lanes:

@@ -62,11 +62,12 @@ class Amount:
 @dataclass(frozen=True)
 class Doing:
     """What follows one access: FLOPs of products per token, of attention per token and per token of its row, bytes
-    touched."""
+    touched, operations."""
 
     flops: float
     pair_flops: float
     touched: Amount
+    operations: int
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Piece:
     def work(self, tokens: int, row_tokens: int) -> tuple[Work, ...]:
         """What follows each access, for ``tokens`` in rows of ``row_tokens``."""
         return tuple(
-            Work(tokens * (d.flops + d.pair_flops * row_tokens), tokens, d.touched.at(tokens)) for d in self.cost.doing
+            Work(tokens * (d.flops + d.pair_flops * row_tokens), tokens, d.touched.at(tokens), d.operations)
+            for d in self.cost.doing
         )
 
 
@@ -289,7 +291,12 @@ class _Run:
 
 def _cost(few: _Run, more: _Run) -> PieceCost:
     doing = tuple(
-        Doing(a.flops / few.tokens, a.pair_flops / few.tokens**2, Amount.through(a.touched_bytes, b.touched_bytes))
+        Doing(
+            a.flops / few.tokens,
+            a.pair_flops / few.tokens**2,
+            Amount.through(a.touched_bytes, b.touched_bytes),
+            a.operations,
+        )
         for a, b in zip(few.weights.steps, more.weights.steps, strict=True)
     )
     pairs = ((few.counter.peak_bytes, more.counter.peak_bytes), (few.counter.left_bytes, more.counter.left_bytes))
@@ -304,6 +311,7 @@ class _Step:
     flops: float = 0.0
     pair_flops: float = 0.0
     touched_bytes: float = 0.0
+    operations: int = 0
 
 
 class _StandInWeights:
@@ -360,6 +368,7 @@ class _StandInKernel(LinearKernel):
 
     def _count(self, flops: float) -> None:
         self._weights.step.flops += flops
+        self._weights.step.operations += 1
 
 
 class _CountingOps(StreamedOps):
@@ -398,6 +407,7 @@ class _ByteCounter(TorchDispatchMode):
                 self._alive[storage._cdata] = storage._weak_ref(), storage.nbytes()
         self._drop_dead()
         self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self._alive.values()))
+        self._weights.step.operations += 1
         if not func.is_view:
             self._weights.step.touched_bytes += sum(map(_nbytes, (*given, *made)))
         return result

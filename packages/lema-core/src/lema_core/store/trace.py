@@ -15,12 +15,13 @@ from lema_core.store.model import StreamedModel
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed from one borrow to the next: ``flops`` of products with ``tokens`` columns, and the bytes that
-    other operations read and write."""
+    """What is computed from one borrow to the next: ``flops`` of products with ``tokens`` columns, the bytes that other
+    operations read and write, and how many ``operations`` these are, products and views included."""
 
     flops: float
     tokens: int
     touched_bytes: float
+    operations: int = 0
 
 
 @dataclass(frozen=True)
