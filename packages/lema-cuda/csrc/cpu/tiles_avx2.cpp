@@ -13,6 +13,8 @@
 namespace lema {
 namespace {
 
+constexpr int64_t SLIVER_ROW_BYTES = NR * sizeof(float);
+
 // ------------------------------------------------------------------------------------------------------------ packing
 
 // Rows [from, to) of a matrix of `inner` rows and n columns into every sliver.
@@ -133,8 +135,8 @@ void put_corner(const Tile &tile, float *c, int64_t stride, bool add, int64_t ro
   }
 }
 
-// A rectangle of the weight that will be packed next. Asked for a little at a time while tiles are computed: its pieces
-// of rows lie far apart, which the processor does not foresee.
+// Memory that is read next, a rectangle of the weight or a sliver of b. Asked for a little at a time while tiles are
+// computed: its pieces lie far apart, which the processor does not foresee.
 class Ahead {
  public:
   Ahead(const char *first, int64_t row_bytes, int64_t rows, int64_t bytes, int64_t steps)
@@ -157,6 +159,11 @@ Ahead ahead_of(const Product &p, int64_t from, int64_t to, int64_t start, int64_
   return Ahead(p.weight + from * row_bytes + start * bytes, row_bytes, to - from, length * bytes, steps);
 }
 
+// Asked for before a tile is multiplied, a tile of c is there when the sums are added to it.
+inline void ask_for_tile(const float *c, int64_t stride) {
+  for (int i = 0; i < MR; ++i, c += stride) _mm_prefetch(reinterpret_cast<const char *>(c), _MM_HINT_T0);
+}
+
 // A rectangle of c.
 struct Block {
   int64_t from, to;     // rows, at most MC
@@ -169,7 +176,7 @@ void multiply_block(const Job &job, const Block &block, float *packed, float *pa
   constexpr int ROW = TRANSPOSED ? 1 : KC, INNER = TRANSPOSED ? MR : 1, SLIVER = TRANSPOSED ? A_SLIVER : MR * KC;
   const Product &p = job.product;
   const int64_t from = block.from, to = block.to;
-  const int64_t tiles = ((to - from + MR - 1) / MR) * ((block.right - block.left + NR - 1) / NR);
+  const int64_t row_tiles = (to - from + MR - 1) / MR, tiles = row_tiles * ((block.right - block.left + NR - 1) / NR);
   const int64_t longest = p.inner > p.rank ? p.inner : p.rank;
   const int64_t all = longest > 0 ? pieces(longest) : 1;  // zeros, where there is nothing to sum
   for (int64_t piece = 0; piece < all; ++piece) {
@@ -191,10 +198,15 @@ void multiply_block(const Job &job, const Block &block, float *packed, float *pa
     for (int64_t column = block.left; column < block.right; column += NR) {
       const float *b = p.packed_b + column * p.inner + start * NR, *v = p.packed_v + column * p.rank + start * NR;
       const float *a = packed, *u = packed_u;
+      const float *next_b = column + NR < block.right ? b + p.inner * NR
+                                                      : p.packed_b + block.left * p.inner + (start + length) * NR;
+      Ahead of_b(reinterpret_cast<const char *>(next_b), SLIVER_ROW_BYTES, length, SLIVER_ROW_BYTES, row_tiles);
       for (int64_t row = from; row < to; row += MR, a += SLIVER, u += u_length * MR) {
         float *c = p.c + row * p.c_stride + column;
         Tile tile{};
         ahead.step();
+        of_b.step();
+        ask_for_tile(c, p.c_stride);
         multiply_tile<ROW, INNER>(a, b, length, tile);
         multiply_tile<1, MR>(u, v, u_length, tile);
         if (row + MR <= to && column + NR <= p.n) {

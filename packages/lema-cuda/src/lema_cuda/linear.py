@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lema_core.errors import PluginError
 from lema_core.ops.linear import Columns
-from lema_cuda.library import open_library
+from lema_cuda.library import open_library, raise_for
 
 #: enum lema_dtype
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -105,7 +105,7 @@ class NativeLinear:
             _Packed(memory, k, n, bool(segments), self._free),
             torch.get_num_threads(),
         )
-        _raise_for(self._library.lema_linear_pack(x, stride, k, n, packed.address, packed.apart, threads))
+        raise_for(self._library.lema_linear_pack(x, stride, k, n, packed.address, packed.apart, threads))
         return packed
 
     def forward(
@@ -202,7 +202,7 @@ class NativeLinear:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
             product.scratch, product.scratch_bytes = self._scratch.data_ptr(), needed
             error = self._library.lema_linear(ctypes.byref(product))
-        _raise_for(error)
+        raise_for(error)
 
 
 def _address_of_weight(weight_RK: Tensor) -> tuple[int, int]:
@@ -241,8 +241,3 @@ def _packing(shape: tuple[int, int], apart: bool) -> str:
 
 def _told(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
-
-
-def _raise_for(error: int) -> None:
-    if error:
-        raise PluginError(f"cpp kernel: liblema refused a product: {_ERRORS.get(error, error)}")
