@@ -347,6 +347,27 @@ def test_a_stale_tensor_is_refused(tensors: dict[str, TensorInfo], new_device: C
         store.end_step()
 
 
+# -- step after step
+
+
+def test_nothing_grows_from_step_to_step(tensors: dict[str, TensorInfo], new_device: Callable[..., Device]) -> None:
+    runner = opened(tensors, new_device(), more_slots=3)
+    with runner.store as store:
+        trace, parts = forward_trace(store)
+        step = Trace("there and back", trace.accesses + trace.accesses[::-1])
+        engine, plans, seen = store._engine, [], []
+        for _ in range(40):
+            plans.append(engine.plan(step))
+            walk(store, step, parts + parts[::-1])
+            seen.append((len(engine._plans), len(threading.enumerate()), len(os.listdir("/proc/self/fd"))))
+        assert len(set(seen[3:])) == 1, "plans, threads and files"
+        assert all(plan is plans[-1] for plan in plans[3:]), "which slot holds what may change, the plan does not"
+        for number in range(40):
+            few = parts[: 1 + number % len(parts)]
+            walk(store, Trace(number, tuple(part.granule for part in few)), few)
+        assert len(engine._plans) == 16, "of ever new steps, the latest plans are kept"
+
+
 # -- closing
 
 
