@@ -20,7 +20,7 @@ from lema_core.checkpoint import bind_tensors, read_generation_config, read_hf_c
 from lema_core.device import Device, open_device
 from lema_core.errors import CheckpointError, ConfigError
 from lema_core.memory import process_memory_limit
-from lema_core.ops.kernels import Kernels, choose_kernel, choose_kernels
+from lema_core.ops.kernels import Kernels, choose_copies, choose_kernel, choose_kernels
 from lema_core.planning.flight import FlightCheck, flight_check
 from lema_core.plugins import get_plugin_manager
 from lema_core.records import Kernel, load_object
@@ -62,7 +62,7 @@ class LemaModel:
         bound = bind_tensors(read_manifest(self.folder), self.adapter)
         self._model = cut_model(self.adapter, bound)
         self._hf_config = hf_config
-        self._device = device if device is not None else open_device(config.device)
+        self._device = device if device is not None else open_device(config.device, choose_copies(config.backend))
         #: what multiplies
         self.kernel = choose_kernel("linear", config.backend, self._device.torch_device.type)
         self._method = load_object(plugins.training_method(config.training_mode).method)
@@ -276,7 +276,8 @@ class LemaModel:
         if self._runner is None:
             plan = self.run_plan = self.plan()
             updates = self.lora.updates() if self.lora is not None else {}
-            store = TensorStore(self._model, self._device, plan.sizes, plan.prefetch_distance)
+            read, widen = self._kernels.read, self._kernels.widen
+            store = TensorStore(self._model, self._device, plan.sizes, plan.prefetch_distance, read, widen)
             self._runner = ModelRunner(
                 self.adapter,
                 self._model,
