@@ -202,3 +202,36 @@ resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_IN
 assert target == expected and len(os.listdir("/proc/self/task")) == before
 """
     run_script(script, tmp_path)
+
+
+HANGING = """
+#include <unistd.h>
+extern "C" ssize_t pread(int, void *, size_t, off_t) { for (;;) pause(); }
+"""
+
+
+def test_a_read_that_hangs_holds_no_program_back(tmp_path: Path) -> None:
+    """Its threads are the library's and a daemon's: a program that ends does not wait for them."""
+    (tmp_path / "hanging.cpp").write_text(HANGING)
+    library = str(tmp_path / "hanging.so")
+    try:
+        subprocess.run(["g++", "-shared", "-fPIC", str(tmp_path / "hanging.cpp"), "-o", library], check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs g++ to make reads hang")
+    script = """
+import threading, time
+thread = threading.Thread(target=reads.read, args=(ranges,), daemon=True)
+thread.start()
+deadline = time.monotonic() + 60
+while len(os.listdir("/proc/self/task")) < 5 and time.monotonic() < deadline:
+    time.sleep(0.01)
+thread.join(0.2)
+assert thread.is_alive()
+print("ends", flush=True)
+"""
+    path = tmp_path / "f"
+    path.write_bytes(bytes(1_000_001))
+    command = [sys.executable, "-c", PRELUDE + script, str(path)]
+    environment = {**os.environ, "LD_PRELOAD": library}
+    child = subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True, text=True)
+    assert child.stdout == "ends\n"
