@@ -37,7 +37,7 @@ def test_storage_has_the_dtype_asked_for() -> None:
 def test_a_budget_is_held_before_anything_is_allocated() -> None:
     needed = 2 * 5 * B * H * D * 1000 * 4
     KVCache(5, (B, H, D), 1000, 10, budget_bytes=needed)
-    with pytest.raises(BudgetError, match=rf"1000 tokens needs {needed:,} bytes, kv_vram gives {needed - 1:,}"):
+    with pytest.raises(BudgetError, match=rf"1000 tokens needs {needed:,} bytes, {needed - 1:,} are given"):
         KVCache(5, (B, H, D), 1000, 10, budget_bytes=needed - 1)
 
 

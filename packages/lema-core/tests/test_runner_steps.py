@@ -288,7 +288,7 @@ def test_cached_generation_is_the_forward_pass(toy, slots: int | None) -> None:
         assert stopped[0] == together[0][: together[0].index(together[0][1]) + 1]
         with pytest.raises(DataError, match="no tokens"):
             generate_greedy(runner, [[1], []], 3)
-        with pytest.raises(BudgetError, match="kv_vram gives 100"):
+        with pytest.raises(BudgetError, match="100 are given; raise kv_vram"):
             generate_greedy(runner, prompts, 8, budget_bytes=100)
 
 

@@ -220,11 +220,14 @@ def test_a_run_that_cannot_fit_is_refused_before_it_reads(
         model.get_trainer()
 
 
-def test_kv_vram_bounds_the_cache(opened: Callable[..., LemaModel]) -> None:
-    with opened(kv_vram="10KB") as model:
+@pytest.mark.parametrize("options", [{"kv_vram": "10KB"}, {"kv_ram": "10KB"}, {"kv_vram": "9MB", "kv_ram": "10KB"}])
+def test_the_smaller_kv_budget_bounds_the_cache_on_a_cpu(
+    options: dict[str, str], opened: Callable[..., LemaModel]
+) -> None:
+    with opened(**options) as model:
         # 4 layers, keys and values, 2 heads of 16 fp32 numbers
         with pytest.raises(
-            BudgetError, match=f"of 33 tokens needs {4 * 2 * 2 * 16 * 4 * 33:,} bytes, kv_vram gives 10,000"
+            BudgetError, match=f"of 33 tokens needs {4 * 2 * 2 * 16 * 4 * 33:,} bytes, 10,000 are given"
         ):
             model.generate_ids([[1, 2, 3]], 30)
         assert len(model.generate_ids([[1, 2, 3]], 4, stop_ids=())[0]) == 4

@@ -37,8 +37,8 @@ class KVCache:
         needed = 2 * n_layers * b * h * d * max_tokens * dtype.itemsize
         if budget_bytes is not None and needed > budget_bytes:
             raise BudgetError(
-                f"the KV cache of {max_tokens} tokens needs {needed:,} bytes, kv_vram gives {budget_bytes:,}; "
-                "raise kv_vram or lower max_new_tokens"
+                f"the KV cache of {max_tokens} tokens needs {needed:,} bytes, {budget_bytes:,} are given; "
+                "raise kv_vram (on a CPU kv_ram too) or lower max_new_tokens"
             )
 
     @property

@@ -174,16 +174,23 @@ class LemaModel:
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[list[int]]:
         """Greedy continuation of each prompt; ``stop_ids`` default to the model's own. See generate_greedy."""
-        limit = process_memory_limit().bytes if self._device.shares_ram else self._device.free_bytes()
         return generate_greedy(
             self.runner,
             prompts,
             max_new_tokens,
             self.stop_ids if stop_ids is None else stop_ids,
             kv_chunk_size or self.config.kv_chunk_size,
-            parse_amount(self.config.kv_vram, limit, "kv_vram"),
+            self._kv_budget(),
             on_token,
         )
+
+    def _kv_budget(self) -> int | None:
+        """Bytes of keys and values, which stay where they are computed with: in RAM only where that is the device's."""
+        shares = self._device.shares_ram
+        limit = process_memory_limit().bytes if shares else self._device.free_bytes()
+        options = ("kv_vram", "kv_ram") if shares else ("kv_vram",)
+        given = (parse_amount(getattr(self.config, option), limit, option) for option in options)
+        return min((nbytes for nbytes in given if nbytes is not None), default=None)
 
     def generate_kv(
         self,
