@@ -1,7 +1,8 @@
 """A tiny language model for tests of the engine: an adapter, its files, and the same math in plain torch.
 
-Token and position embeddings, blocks of grouped-query attention and a two-matrix feed-forward part, some biases, a head
-that may be tied. Shapes: B rows, T tokens, C hidden size, F feed-forward size, H heads, G key/value heads, D head size.
+Token and position embeddings, blocks of grouped-query attention and a feed-forward part of two matrices with ``x *
+silu(x)`` between them, some biases, a head that may be tied. Shapes: B rows, T tokens, C hidden size, F feed-forward
+size, H heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ class ToyAdapter(ModelAdapter):
         attended_BTC = ops.attention(q, k, v, ctx, c.head_dim**-0.5)
         x_BTC = x_BTC + ops.linear(attended_BTC, f"{root}.o")
         h_BTC = ops.rms_norm(x_BTC, f"{root}.norm_2.weight", _EPS)
-        up_BTF = F.silu(ops.linear(h_BTC, f"{root}.up"))
-        up_BTF = ops.dropout(up_BTF, c.dropout, f"{root}.up")
+        up_BTF = ops.linear(h_BTC, f"{root}.up")
+        up_BTF = ops.dropout(ops.silu_product(up_BTF, up_BTF), c.dropout, f"{root}.up")
         return ops.block_output(x_BTC, up_BTF, f"{root}.down")
 
     def head(self, ops: StreamedOps, x_NC: Tensor) -> Tensor:
@@ -245,7 +246,8 @@ class PlainToy:
             weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
             x = x + self._linear((weights @ v).transpose(1, 2).reshape(b, t, -1), f"{root}.o")
             h = self._norm(x, f"{root}.norm_2.weight")
-            x = x + self._linear(F.silu(self._linear(h, f"{root}.up")), f"{root}.down")
+            up = self._linear(h, f"{root}.up")
+            x = x + self._linear(up * F.silu(up), f"{root}.down")
         return self._linear(self._norm(x, "model.norm.weight"), "head")
 
     def loss_sum(self, ids_BT: Tensor, labels_BT: Tensor, valid_BT: Tensor | None = None) -> Tensor:
