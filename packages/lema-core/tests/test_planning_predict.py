@@ -103,6 +103,16 @@ def test_overhead_is_paid_for_each_operation_and_access() -> None:
     assert (found.step_s, found.compute_s, found.memory_s) == (1 + 1.25 + 1 + 0.25, 2.25, 0.75)
 
 
+def test_a_device_computes_while_the_next_operations_are_queued() -> None:
+    """Queueing takes 4 x 0.25 s for the first access and 1 x 0.25 s for the second, whose product takes 2 s."""
+    work = (Work(100, 1, 0.0, 4), Work(2000, 1, 0.0, 1))
+    plan = StepPlan(tier(0, 1), tier())
+    found = predict_step(Trace("case", (0, 1), work), plan, granules(100, 100), machine(link=100, overhead=0.25))
+    assert (found.step_s, found.compute_s, found.wait_s) == (3.0, 3.0, 0.0)
+    assert compute_s(Trace("case", (0, 1), work), machine(link=100, overhead=0.25)) == pytest.approx(2.1)
+    assert compute_s(Trace("case", (0, 1), work), machine(overhead=0.25)) == pytest.approx(2.1 + 1.25)
+
+
 def test_an_access_without_known_work_costs_its_overhead() -> None:
     step = trace([0, 0, 0], [0, 0, 0])
     found = predict_step(step, StepPlan(tier(0, 0, 0), None), granules(100), machine(overhead=0.25))
@@ -213,7 +223,8 @@ def test_the_engine_moves_the_same_bytes_and_waits_as_long(tmp_path: Path, seed:
     random.seed(seed)
     config = ToyConfig(n_layers=4)
     tensors = write_toy(tmp_path, config, n_files=2, padding_bytes=random.choice([0, 100]))
-    rates = machine(random.choice([2e4, 2e5]), random.choice([None, 3e4, 3e5]), overhead=random.choice([0.0, 0.01]))
+    link = random.choice([None, 3e4, 3e5])
+    rates = machine(random.choice([2e4, 2e5]), link, overhead=0.0 if link else random.choice([0.0, 0.01]))
     model = granules_of(config, tensors, 2048)
     n, cuts = len(model.layout.granules), [part for parts in model.layout.parts.values() for part in parts]
     near, far = random.randint(1, n), random.randint(1, n)

@@ -1,8 +1,9 @@
 """How long a step will take, what bounds it, and what it moves: the transfer engine's work carried out on paper.
 
 The disk carries loads out in their order, each as soon as its slot's last reader is over; so does the link. Compute
-takes its accesses in their order, waits for what is not there yet, and gives each back when its product is done.
-Nothing here reads a weight: a plan and a few rates are all that it takes.
+takes its accesses in their order, waits for what is not there yet, and gives each back when its product is done. On a
+device with memory of its own, operations are queued ahead and cost time only where queueing them takes longer than
+they do. Nothing here reads a weight: a plan and a few rates are all that it takes.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def predict_step(trace: Trace, plan: StepPlan, granules: Sequence[Granule], rate
     lanes = _Lanes(plan, granules, disk_bytes, rates)
     released: list[float] = []
     spans = lanes.spans
-    now = wait_s = memory_s = 0.0
+    queued = plan.far is not None
+    now = wait_s = memory_s = queued_s = 0.0
     for position, granule in enumerate(trace.accesses):
         load = plan.near.load_at[position]
         if load >= 0:
@@ -106,12 +108,16 @@ def predict_step(trace: Trace, plan: StepPlan, granules: Sequence[Granule], rate
                 now = there
         started = now
         work = trace.work[position] if trace.work else _NOTHING
-        now += rates.op_overhead_s + rates.product_s(work.flops, work.tokens)
+        product_s, beside_s = _work_s(work, rates, queued)
+        # Nothing starts before it is queued.
+        now = max(now, queued_s) + product_s
         # What follows the product no longer needs the weight.
         released.append(now)
-        beside_s = _beside_s(work, rates)
         memory_s += beside_s
         now += beside_s
+        if queued:
+            queued_s += _overhead_s(work, rates)
+            now = max(now, queued_s)
         spans.append(Span("compute", started, now, granule))
     disk_loads = (plan.far or plan.near).loads
     return StepPrediction(
@@ -129,14 +135,23 @@ def predict_step(trace: Trace, plan: StepPlan, granules: Sequence[Granule], rate
 
 def compute_s(trace: Trace, rates: Hardware) -> float:
     """Seconds of a step that waits for nothing."""
-    return sum(
-        rates.op_overhead_s + rates.product_s(work.flops, work.tokens) + _beside_s(work, rates) for work in trace.work
-    )
+    queued = not rates.device_shares_ram
+    working_s = sum(sum(_work_s(work, rates, queued)) for work in trace.work)
+    return max(working_s, sum(_overhead_s(work, rates) for work in trace.work)) if queued else working_s
 
 
-def _beside_s(work: Work, rates: Hardware) -> float:
-    """All but the product and its borrow: activations that are read and written, and what each operation costs."""
-    return work.touched_bytes / rates.memory_bytes_per_s + max(0, work.operations - 1) * rates.op_overhead_s
+def _work_s(work: Work, rates: Hardware, queued: bool) -> tuple[float, float]:
+    """Of the product with its borrow, and of all beside it: activations that are read and written, and, unless they are
+    ``queued`` ahead, what operations cost."""
+    product_s = rates.product_s(work.flops, work.tokens)
+    beside_s = work.touched_bytes / rates.memory_bytes_per_s
+    if queued:
+        return product_s, beside_s
+    return product_s + rates.op_overhead_s, beside_s + _overhead_s(work, rates) - rates.op_overhead_s
+
+
+def _overhead_s(work: Work, rates: Hardware) -> float:
+    return max(1, work.operations) * rates.op_overhead_s
 
 
 class _Lanes:
