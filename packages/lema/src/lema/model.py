@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lema.config import LemaConfig
-from lema.planner import Machine, RunPlan, Workload, plan_run, this_machine
+from lema.planner import Machine, RunPlan, Workload, plan_run, step_choices, this_machine
 from lema_core.budgets import parse_amount
 from lema_core.checkpoint import bind_tensors, read_generation_config, read_hf_config, read_manifest
 from lema_core.device import Device, open_device
@@ -324,13 +324,18 @@ class LemaModel:
     def plan(self, machine: Machine | None = None) -> RunPlan:
         """How a run would use ``machine`` (default: this one), without reading a weight. Raises BudgetError when it
         cannot fit."""
-        machine = machine or this_machine(self.config, self._device, self.flight_check())
-        dtype = self._device.compute_dtype(self._model.matrix_dtype)
-        if machine.flight is None:
+        if machine is not None and machine.flight is None:
             dtype = getattr(torch, machine.rates.compute_dtype)
-        return plan_run(self.config, machine, self._workload(dtype))
+            return plan_run(self.config, machine, self._workload(dtype, Kernels()))
+        work = self._workload(self._device.compute_dtype(self._model.matrix_dtype), self._kernels)
+        if machine is None:
+            flight = self.flight_check()
+            # Before the process's memory is looked at: a dry run loads 15 MB of torch's code that the first step needs.
+            step_choices(work, flight.hardware, self.config.gradient_checkpointing)
+            machine = this_machine(self.config, self._device, flight)
+        return plan_run(self.config, machine, work)
 
-    def _workload(self, dtype: torch.dtype) -> Workload:
+    def _workload(self, dtype: torch.dtype, kernels: Kernels) -> Workload:
         c = self.config
         updates = self.lora.updates() if self.lora is not None else {}
         shape = None
@@ -338,7 +343,7 @@ class LemaModel:
             one = MicroBatch(c.batch_size, self._longest, c.batch_size * (self._longest - 1))
             first_layer = self.lora.first_layer(self.adapter.n_layers)
             shape = StepShape((one,) * c.gradient_accumulation_steps, first_layer)
-        costs = StepCosts(DryRun(self.adapter, self._model, updates, dtype))
+        costs = StepCosts(DryRun(self.adapter, self._model, updates, dtype, kernels))
         trained = 0 if self.lora is None else self.lora.num_parameters
         return Workload(self._model, costs, shape, c.batch_size, self._longest, trained)
 

@@ -147,7 +147,7 @@ class RunPlan:
             weights_ram=parse_amount(c.weights_ram, m.ram_limit, "weights_ram"),
             weights_vram=parse_amount(c.weights_vram, device_total, "weights_vram"),
             resident=c.strategy is MemoryStrategy.RESIDENT,
-            choices=_choices(self.work, m.rates, c.gradient_checkpointing),
+            choices=step_choices(self.work, m.rates, c.gradient_checkpointing),
             activations=min((a for a in activations if a is not None), default=None),
             comfortable=model.smallest_bytes + (_AHEAD - 1) * model.layout.slot_bytes,
             read_bytes_per_s=m.rates.disk_bytes_per_s if m.shares_ram else m.rates.link_bytes_per_s,
@@ -247,7 +247,7 @@ def _target(config: LemaConfig) -> str:
 
 
 @lru_cache(maxsize=8)
-def _choices(work: Workload, rates: Hardware, recompute: bool | None) -> tuple[StepChoice, ...]:
+def step_choices(work: Workload, rates: Hardware, recompute: bool | None) -> tuple[StepChoice, ...]:
     """Ways to run a step, from the one that holds least on."""
     if work.shape is None:
         return (StepChoice(work.costs.evaluation_bytes(work.rows * work.tokens, work.tokens), 0.0),)

@@ -95,7 +95,10 @@ class Piece:
 
 
 class DryRun:
-    """Pieces of steps of ``adapter`` on ``model`` with ``updates``; each found when first asked for, then kept."""
+    """Pieces of steps of ``adapter`` on ``model`` with ``updates``; each found when first asked for, then kept.
+
+    ``kernels``: the run's, all but the products of which allocate as in a step.
+    """
 
     def __init__(
         self,
@@ -103,8 +106,10 @@ class DryRun:
         model: StreamedModel,
         updates: Mapping[str, LowRankUpdate],
         dtype: torch.dtype,
+        kernels: Kernels,
     ) -> None:
         self.adapter = adapter
+        self._kernels = kernels
         self._model = model
         self._dtype = dtype
         self._updates = {
@@ -215,7 +220,7 @@ class _Run:
         self.tokens = tokens
         self.weights = _StandInWeights(dry._model)
         self.counter = _ByteCounter(self.weights) if counted else None
-        self.kernels = Kernels(linear=_StandInKernel(self.weights))
+        self.kernels = replace(dry._kernels, linear=_StandInKernel(self.weights))
         self.dtype = dry._dtype
         biased = dry._model.biased_modules
         self.ops = _CountingOps(self.weights, self.kernels, torch.device("cpu"), dry._dtype, dry._updates, biased)

@@ -86,7 +86,7 @@ class ModelRunner:
         self.store = store
         self._device: Device = store.device
         self.dtype = self._device.compute_dtype(model.matrix_dtype)
-        self.scheduler = scheduler or Scheduler(StepCosts(DryRun(adapter, model, updates, self.dtype)))
+        self.scheduler = scheduler or Scheduler(StepCosts(DryRun(adapter, model, updates, self.dtype, kernels)))
         self.activations = activations or ActivationStream(self._device, None, None, None)
         self._ops = StreamedOps(store, kernels, self._device.torch_device, self.dtype, updates, model.biased_modules)
 
