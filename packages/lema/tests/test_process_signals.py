@@ -53,7 +53,7 @@ ModelRunner.loss = slow
 HANGING_FILE = """
 import time
 from lema_core.store.disk import DiskReader
-read, count = DiskReader.read, 0
+read, count = DiskReader.read_granule, 0
 def hanging(*arguments):
     global count
     count += 1
@@ -61,7 +61,7 @@ def hanging(*arguments):
         print("hangs", flush=True)
         time.sleep(600)
     read(*arguments)
-DiskReader.read = hanging
+DiskReader.read_granule = hanging
 """
 
 
