@@ -416,11 +416,6 @@ def test_empty_products(native: NativeLinear) -> None:
     assert not out.any()
 
 
-def test_on_meta_nothing_is_computed(native: NativeLinear) -> None:
-    weight, x, dy = (tensor.to("meta") for tensor in make(5, 6, 7, torch.bfloat16))
-    products(native, weight, x, dy)
-
-
 def test_what_it_would_misread_is_refused(native: NativeLinear) -> None:
     weight, x, dy = make(5, 6, 7, torch.bfloat16)
     with pytest.raises(

@@ -81,8 +81,7 @@ class NativeLinear:
     """As :class:`lema_core.ops.linear.LinearKernel`, for fp32 activations on the CPU.
 
     Computes with as many threads as torch; their number changes no bit of the result, nor do the columns beside a
-    segment. On the meta device nothing is computed. Not for several threads at once. Raises PluginError for tensors
-    that it does not serve.
+    segment. Not for several callers at once. Raises PluginError for tensors that it does not serve.
     """
 
     def __init__(self) -> None:
@@ -95,16 +94,13 @@ class NativeLinear:
         same ``segments``."""
         k, n = x_KN.shape
         size = self._library.lema_linear_packed_bytes(k, n)
-        if x_KN.is_meta or size > _MOST_PACKED_BYTES or size == 0:
+        if size > _MOST_PACKED_BYTES or size == 0:
             return x_KN
         x, stride = _address_and_stride(x_KN, k, n)
         memory = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
         if memory.numel() < size:
             memory = torch.empty(size, dtype=torch.uint8)
-        packed, threads = (
-            _Packed(memory, k, n, bool(segments), self._free),
-            torch.get_num_threads(),
-        )
+        packed, threads = _Packed(memory, k, n, bool(segments), self._free), torch.get_num_threads()
         raise_for(self._library.lema_linear_pack(x, stride, k, n, packed.address, packed.apart, threads))
         return packed
 
@@ -120,8 +116,6 @@ class NativeLinear:
 
         ``x``: a tensor [K, N], or what :meth:`packed` returned.
         """
-        if out_RN.is_meta:
-            return
         (rows, k), n = weight_RK.shape, out_RN.shape[1]
         if not isinstance(x, _Packed):
             right = _address_and_stride(x, k, n)
@@ -156,8 +150,6 @@ class NativeLinear:
     ) -> None:
         """dx = W^T dy, or dx += W^T dy when not ``first``; plus A^T da where ``update`` is (A [r, K] in fp32, da
         [r, N])."""
-        if dx_KN.is_meta:
-            return
         (rows, k), n = weight_RK.shape, dy_RN.shape[1]
         right, dx = (
             _address_and_stride(dy_RN, rows, n),

@@ -106,8 +106,6 @@ class LinearKernel:
 
     def _scratch_for(self, elements: int, like: Tensor) -> Tensor:
         held = self._scratch
-        if like.is_meta:
-            return torch.empty(elements, dtype=like.dtype, device="meta")
         if held is None or held.numel() < elements or held.dtype != like.dtype or held.device != like.device:
             held = self._scratch = torch.empty(elements, dtype=like.dtype, device=like.device)
         return held[:elements]
