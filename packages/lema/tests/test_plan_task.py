@@ -177,8 +177,8 @@ def test_a_terminal_gets_tables(config: Callable[..., LemaConfig], monkeypatch: 
 def test_what_was_measured_leaves_out_the_first_step_but_not_its_peak() -> None:
     steps = [
         {
-            "step_s": seconds, "wait_s": seconds / 10, "read_bytes": read, "device_peak_bytes": 0,
-            "ram_peak_bytes": peak, "rss_peak_bytes": 10 * peak,
+            "step_s": seconds, "wait_s": seconds / 10, "read_bytes": read + 7, "demand_bytes": 7,
+            "device_peak_bytes": 0, "ram_peak_bytes": peak, "rss_peak_bytes": 10 * peak,
         }
         for seconds, read, peak in ((9.0, 900, 70), (1.0, 100, 60), (3.0, 300, 60), (2.0, 200, 60))
     ]  # fmt: skip
@@ -201,7 +201,7 @@ def test_a_run_writes_the_prediction_beside_what_was_measured(
     prediction, found = written["prediction"], written["measured"]
     assert set(found) <= set(prediction) and prediction["step_s"] > 0
     steps = list(read_steps(tmp_path / "out"))
-    assert found["read_bytes"] == sorted(step["read_bytes"] for step in steps[1:])[1]
+    assert found["read_bytes"] == sorted(step["read_bytes"] - step["demand_bytes"] for step in steps[1:])[1]
     assert found["ram_peak_bytes"] <= prediction["ram_peak_bytes"] and prediction["read_bytes"] > 0
     with _opened(run) as model:
         model.expect_tokens(6)

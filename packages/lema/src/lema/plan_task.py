@@ -20,6 +20,7 @@ from lema_core.memory import format_bytes
 from lema_core.planning.curves import picture
 from lema_core.planning.hardware import Hardware, from_mapping, named_hardware
 from lema_core.planning.predict import floor_s, what_next_gb_buys
+from lema_core.store.placement import Tier
 from lema_train.data import write_demo
 
 PLOT_FILE = "plan.png"
@@ -133,7 +134,12 @@ def _moved(run: RunPlan) -> Iterator[Row]:
         yield Row("weights, RAM to device", format_bytes(step.copied_bytes))
     # Which rows a step needs, and which of them are there already, only its tokens say.
     yield Row("embedding rows, disk to RAM", f"at most {format_bytes(run.work.shape.tokens * model.row_bytes)}")
-    yield Row("activations, gradients", "none: they stay where they are computed")
+    below = {tier: nbytes for tier, nbytes in run.boundaries.items() if nbytes and tier is not Tier.DEVICE}
+    for tier, nbytes in below.items():
+        where = "RAM" if tier is Tier.RAM else "disk"
+        yield Row(f"activations, to {where} and back", format_bytes(nbytes))
+    if not below:
+        yield Row("activations", "none: they stay where they are computed")
 
 
 def _next_gb(run: RunPlan) -> Iterator[Row]:
