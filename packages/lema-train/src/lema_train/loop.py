@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,13 @@ class LoopEvents:
 
 @dataclass
 class LoopResult:
-    """``checkpoint``: the newest one written; ``stopped``: the run ended before its last step."""
+    """``checkpoint``: the newest one written; ``stopped``: the run ended before its last step. Losses are None without
+    a step."""
 
     checkpoint: Path | None = None
     stopped: bool = False
-    losses: list[float] = field(default_factory=list)
+    loss_first: float | None = None
+    loss_last: float | None = None
 
 
 def token_batch(batch: Batch) -> TokenBatch:
@@ -56,7 +58,9 @@ def run_training(trainer: Trainer, loader: BatchLoader, options: LoopOptions, ev
         metrics = trainer.train_micro_batches([token_batch(batch) for batch in next(loader)])
         position = loader.state_dict()
         trainer.epoch, trainer.step_in_epoch = position["epoch"], position["step_in_epoch"]
-        result.losses.append(metrics["loss"])
+        result.loss_last = metrics["loss"]
+        if result.loss_first is None:
+            result.loss_first = result.loss_last
         events.step(metrics)
         at_end = trainer.step == options.total_steps
         if events.evaluate is not None and options.eval_steps and trainer.step % options.eval_steps == 0 and not at_end:

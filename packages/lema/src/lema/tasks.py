@@ -22,7 +22,7 @@ from lema_core.plugins import get_plugin_manager
 from lema_train.atomic import check_free_space, clean_leftovers, write_json
 from lema_train.checkpoint import STATE_FILE, latest_complete
 from lema_train.data import BatchLoader, BatchPlan, Dataset, describe_sample, load_samples, split_dataset, write_demo
-from lema_train.loop import LoopEvents, LoopOptions, LoopResult, run_training
+from lema_train.loop import LoopEvents, LoopOptions, run_training
 from lema_train.trainer import Trainer
 
 
@@ -109,7 +109,8 @@ def _train(
                 "steps_this_run": trainer.step - first_step,
                 "skipped_steps": trainer.skipped_steps,
                 "tokens": trainer.tokens,
-                **_losses(result),
+                "loss_first": result.loss_first,
+                "loss_last": result.loss_last,
                 **(evaluations["before"].summary("_before") if "before" in evaluations else {}),
                 **(evaluations["after"].summary("_after") if "after" in evaluations else {}),
                 "train_s": train_s,
@@ -261,11 +262,6 @@ def _memory(model: LemaModel) -> dict[str, int]:
         "rss_peak_bytes": peak_rss_bytes(),
         "anonymous_bytes": anonymous_bytes(),
     }
-
-
-def _losses(result: LoopResult) -> dict[str, float | None]:
-    losses = result.losses
-    return {"loss_first": losses[0] if losses else None, "loss_last": losses[-1] if losses else None}
 
 
 def _in_words(evaluation: Evaluation) -> str:
