@@ -21,6 +21,8 @@ class Window:
         self._granules: list[int | None] = [None] * n_slots
         self._ever_filled: set[int] = set()
         self._typed: dict[torch.dtype, Tensor] = {}
+        #: by slot: what was handed out of its present content
+        self._blocks: list[dict[tuple[int, tuple[int, ...]], Tensor]] = [{} for _ in range(n_slots)]
         self.generations = [0] * n_slots
 
     def slot(self, index: int) -> Tensor:
@@ -29,17 +31,27 @@ class Window:
 
     def block(self, index: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """What lies at byte ``offset`` of a slot; a copy where ``dtype`` cannot be read at that address."""
-        start, misaligned = divmod(index * self.slot_bytes + offset, dtype.itemsize)
+        key = offset, shape
+        found = self._blocks[index].get(key)
+        if found is None:
+            found = self._view(index * self.slot_bytes + offset, dtype, shape)
+            if found is None:
+                count = math.prod(shape) * dtype.itemsize
+                return self.slot(index)[offset : offset + count].clone().view(dtype).view(shape)
+            self._blocks[index][key] = found
+        return found
+
+    def _view(self, start_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:
+        start, misaligned = divmod(start_bytes, dtype.itemsize)
         if misaligned:
-            count = math.prod(shape) * dtype.itemsize
-            return self.slot(index)[offset : offset + count].clone().view(dtype).view(shape)
+            return None
         whole = self._typed.get(dtype)
         if whole is None:
             whole = self._typed[dtype] = self._slab.view(dtype)
         strides = [1] * len(shape)
         for i in range(len(shape) - 1, 0, -1):
             strides[i - 1] = strides[i] * shape[i]
-        # One call where slicing and viewing take four, for every borrow of a step.
+        # One call where slicing and viewing take four.
         return whole.as_strided(shape, strides, whole.storage_offset() + start)
 
     def memory(self, index: int) -> memoryview:
@@ -51,12 +63,14 @@ class Window:
         """Give the slab back; only when nothing fills it any more."""
         self._slab = self._slab[:0].clone()
         self._typed.clear()
+        self._blocks = [{} for _ in range(self.n_slots)]
         self._granules = [None] * self.n_slots
 
     def begin_fill(self, index: int) -> None:
         """From now on the slot holds nothing that may be read."""
         self.generations[index] += 1
         self._granules[index] = None
+        self._blocks[index] = {}
         self._ever_filled.add(index)
 
     def end_fill(self, index: int, granule: int) -> None:
