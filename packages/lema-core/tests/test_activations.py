@@ -24,6 +24,7 @@ from lema_core.store import activations
 from lema_core.store.activations import ActivationStream
 from lema_core.store.arena import Arena
 from lema_core.store.granules import whole_sectors
+from lema_core.store.held import is_dense
 from lema_core.store.placement import Tier, place
 from lema_core.store.spill import BOUNCE_BYTES
 from lema_core.testing.simulated import SimulatedAccelerator
@@ -196,7 +197,7 @@ def forward_and_backward(
             number, given = held.pop(0 if odd else -1)
             taken = stream.take(("x", number))
             assert the_same(taken, tensors[number])
-            assert taken.stride() == given.stride() or not activations._is_dense(given)
+            assert taken.stride() == given.stride() or not is_dense(given)
             if odd and n_again < 5:
                 to_put.append(number)
                 n_again += 1
@@ -290,6 +291,26 @@ def test_writes_go_on_behind_and_reads_ahead(device: Device, tmp_path: Path, mon
     for i in (2, 1, 0):
         assert torch.equal(stream.take(i), data[i])
     stream.end_step()
+    stream.close()
+
+
+def test_what_comes_up_next_is_what_was_taken_next_before(tmp_path: Path) -> None:
+    """Groups of micro-batches go forward and backward in the same order, only layers are reversed."""
+    keys = [(layer, group) for layer in range(3) for group in range(3)]
+    order = [(layer, group) for layer in (2, 1, 0) for group in range(3)]
+    stream = ActivationStream(CpuDevice(), None, 2 * 4096, tmp_path)
+    for step in range(2):
+        stream.begin_step([4096] * 9)
+        for number, key in enumerate(keys):
+            stream.put(key, numbers(4096, number))
+        for taken, key in enumerate(order[:-1]):
+            assert torch.equal(stream.take(key), numbers(4096, keys.index(key)))
+            if step and taken >= 2:
+                following = stream._entries[order[taken + 1]]
+                assert until(lambda: following.tensor is not None and not following.moving), "before it is asked for"  # noqa: B023
+        stream.take(order[-1])
+        stream.end_step()
+        assert stream.stats().read_bytes == 7 * 4096
     stream.close()
 
 

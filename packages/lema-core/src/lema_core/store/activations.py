@@ -2,8 +2,8 @@
 
 They are put in one order and taken in about the reverse, so what was put first lies lowest. Where the sizes are known
 before the step, each entry goes at once where it will lie; otherwise the oldest gives way when memory is full. What
-went down comes up again ahead of being taken, newest first, into the room that taken ones left. One thread moves
-everything.
+went down comes up again ahead of being taken, in the order of the step before or else newest first, into the room that
+taken ones left. One thread moves everything.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lema_core.device import Device, Event
 from lema_core.errors import BudgetError, LemaError, PlanError, TransferError
 from lema_core.store.arena import Arena
 from lema_core.store.granules import whole_sectors
+from lema_core.store.held import Held, bytes_of, is_dense
 from lema_core.store.placement import Tier, place
 from lema_core.store.spill import BOUNCE_BYTES, SpillFile, free_bytes
 from lema_core.store.store import StoreStats
@@ -37,23 +38,6 @@ class ActivationStats(StoreStats):
 
     disk_now_bytes: int
     disk_peak_bytes: int
-
-
-class _Entry:
-    """``tensor``: on the device; ``ram``: a range of the arena; ``offset``: in the file. ``counted``: towards the
-    device's limit."""
-
-    __slots__ = ("counted", "dtype", "key", "moving", "nbytes", "offset", "ram", "ready", "shape", "strides", "tensor")
-
-    def __init__(self, key: Hashable, tensor: Tensor, ready: Event) -> None:
-        self.key = key
-        self.tensor: Tensor | None = tensor
-        self.ram: Tensor | None = None
-        self.offset: int | None = None
-        self.ready = ready
-        self.counted = self.moving = False
-        self.nbytes = tensor.numel() * tensor.element_size()
-        self.dtype, self.shape, self.strides = tensor.dtype, tensor.shape, tensor.stride()
 
 
 class ActivationStream:
@@ -76,11 +60,13 @@ class ActivationStream:
         self._file: SpillFile | None = None
         self._thread: Thread | None = None
         self._changed = Condition()
-        self._entries: dict[Hashable, _Entry] = {}
-        self._to_lower: list[tuple[_Entry, Tier]] = []
-        self._wanted: _Entry | None = None
+        self._entries: dict[Hashable, Held] = {}
+        self._to_lower: list[tuple[Held, Tier]] = []
+        self._wanted: Held | None = None
         self._planned: list[Tier] = []
         self._n_put = 0
+        self._taken: list[Hashable] = []
+        self._order: dict[Hashable, int] = {}
         #: something was taken since the last put: what lies low will be wanted next
         self._rising = False
         self._running = self._busy = self._closed = False
@@ -110,7 +96,7 @@ class ActivationStream:
             if Tier.DISK in self._planned:
                 self._check_disk(sizes, self._planned)
             self._error, self._running = None, True
-            self._rising, self._n_put = False, 0
+            self._rising, self._n_put, self._taken = False, 0, []
             self._step_start = self._totals()
 
     @contextmanager
@@ -133,6 +119,7 @@ class ActivationStream:
             raise error
         if left is not None:
             raise PlanError(f"activation {left} was put and never taken")
+        self._order = {key: number for number, key in enumerate(self._taken)}
 
     def abort_step(self) -> None:
         """Drop what is held; the stream can be used again. Safe outside a step."""
@@ -160,7 +147,7 @@ class ActivationStream:
         BudgetError where it fits nowhere.
         """
         tensor = tensor.detach()
-        entry = _Entry(key, tensor if _is_dense(tensor) else tensor.clone(), self._device.record())
+        entry = Held(key, tensor if is_dense(tensor) else tensor.clone(), self._device.record())
         limit = float("inf") if self._device_limit is None else self._device_limit
         with self._changed:
             self._check()
@@ -199,6 +186,7 @@ class ActivationStream:
                 self._wait(lambda: entry.tensor is not None and not entry.moving)
                 self._wanted = None
             del self._entries[key]
+            self._taken.append(key)
             if entry.counted:
                 self._device_now -= entry.nbytes
             self._rising = True
@@ -240,7 +228,7 @@ class ActivationStream:
 
     # -- moving; all of this with ``_changed`` held, but while bytes move
 
-    def _lower(self, entry: _Entry, tier: Tier) -> None:
+    def _lower(self, entry: Held, tier: Tier) -> None:
         self._to_lower.append((entry, tier))
         if self._thread is None:
             self._thread = Thread(target=self._serve, name="lema-activations", daemon=True)
@@ -272,7 +260,7 @@ class ActivationStream:
                 self._busy = False
                 self._changed.notify_all()
 
-    def _next_move(self) -> tuple[_Entry, Tier] | None:
+    def _next_move(self) -> tuple[Held, Tier] | None:
         if not self._running or self._error is not None:
             return None
         if self._wanted is not None and self._wanted.tensor is None:
@@ -280,7 +268,7 @@ class ActivationStream:
         if self._to_lower:
             return self._to_lower.pop(0)
         if self._rising:
-            low = next((e for e in reversed(self._entries.values()) if e.tensor is None), None)
+            low = self._wanted_next()
             if low is not None and (self._device_limit is None or self._device_now + low.nbytes <= self._device_limit):
                 low.counted = True
                 self._device_now += low.nbytes
@@ -288,9 +276,14 @@ class ActivationStream:
                 return low, Tier.DEVICE
         return None
 
-    def _bring_down(self, entry: _Entry, tier: Tier) -> None:
+    def _wanted_next(self) -> Held | None:
+        """Of what lies low, what was taken first in the step before; of what is new, what was put last."""
+        low = [entry for entry in reversed(self._entries.values()) if entry.tensor is None]
+        return min(low, key=lambda entry: self._order.get(entry.key, len(self._order)), default=None)
+
+    def _bring_down(self, entry: Held, tier: Tier) -> None:
         entry.moving = True
-        source = entry.ram if entry.tensor is None else _bytes_of(entry.tensor)
+        source = entry.ram if entry.tensor is None else bytes_of(entry.tensor)
         ram = None
         if tier is not Tier.DISK:
             ram = self._arena.reserve(entry.nbytes)
@@ -312,11 +305,11 @@ class ActivationStream:
         entry.tensor, entry.ram = None, ram
         entry.counted = entry.moving = False
 
-    def _bring_up(self, entry: _Entry) -> None:
+    def _bring_up(self, entry: Held) -> None:
         entry.moving = True
         tensor = torch.empty_strided(entry.shape, entry.strides, dtype=entry.dtype, device=self._device.torch_device)
         # Memory that torch gives again may still be read by compute queued before.
-        free, target = self._device.record(), _bytes_of(tensor)
+        free, target = self._device.record(), bytes_of(tensor)
         if entry.ram is not None:
             self._unlocked(entry, "copying to the device", lambda: self._copy(target, entry.ram, free))
             self._arena.free(entry.ram)
@@ -328,7 +321,7 @@ class ActivationStream:
         entry.moving = False
         self._changed.notify_all()
 
-    def _unlocked(self, entry: _Entry, doing: str, move: Callable[[], int | None]) -> int | None:
+    def _unlocked(self, entry: Held, doing: str, move: Callable[[], int | None]) -> int | None:
         """Turns an error of the device or the system into one that names the entry and the file."""
         self._changed.release()
         try:
@@ -405,18 +398,3 @@ class ActivationStream:
                 self._file.close()
                 self._file = None
         self._arena.close()
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """No gap and no overlap: some order of the dimensions makes it contiguous."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor in the order of their addresses, uint8 [nbytes]; the same memory."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
