@@ -15,6 +15,7 @@ from lema_core.store.granules import StreamedTensor, lay_out
 from lema_core.store.model import StreamedModel, WindowSizes
 from lema_core.store.reads import PythonReads, Range
 from lema_core.store.trace import Trace
+from lema_core.testing import simulated
 from lema_core.testing.checking import CheckingStore
 from lema_core.testing.simulated import SimulatedAccelerator
 
@@ -33,6 +34,19 @@ class DelayedReads:
         if self._rng.random() < self._often:
             time.sleep(self._rng.choice([1e-5, 3e-4, 1e-3]))
         self._reads.read(ranges)
+
+
+@pytest.fixture(autouse=True)
+def late_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a busy machine, a thread of the device wakes up late now and then."""
+    on_time, rng = simulated._sleep_until, random.Random(0)
+
+    def late(due: float) -> None:
+        on_time(due)
+        if rng.random() < 0.2:
+            time.sleep(rng.random() * 2e-3)
+
+    monkeypatch.setattr(simulated, "_sleep_until", late)
 
 
 @pytest.fixture(scope="module")

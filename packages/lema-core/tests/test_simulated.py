@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -107,6 +109,32 @@ def test_compute_that_runs_ahead_is_queued_behind_what_it_waits_for(clock: Clock
     over = device.record()
     assert over.at - before == pytest.approx(1.03, abs=1e-6)
     device.host_wait(over)
+    device.close()
+
+
+def test_events_are_over_in_the_order_in_which_they_were_recorded(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that wakes up late must not poison a slot which the next step, by a later event, may fill again."""
+    device = SimulatedAccelerator()
+    slot, asleep, go_on = device.allocate(4096), threading.Event(), threading.Event()
+
+    def oversleep(seconds: float) -> None:
+        asleep.set()
+        assert go_on.wait(10)
+
+    monkeypatch.setattr(clock, "sleep", oversleep)
+    device.compute(1.0)
+    first = device.record()
+    device.discard(slot, first)
+    assert asleep.wait(10)
+    clock.now += 5.0
+    second = device.record()
+    assert not first.done.is_set() and not second.done.is_set()
+    go_on.set()
+    device.host_wait(second)
+    assert first.done.is_set() and slot.view(torch.float32).isnan().all()
+    assert device.record().done.is_set()
     device.close()
 
 

@@ -68,6 +68,7 @@ class SimulatedAccelerator:
         self._lock = Lock()
         self._copied_until = 0.0
         self._computed_until = 0.0
+        self._computing = 0
         self._copy_jobs: SimpleQueue = SimpleQueue()
         self._compute_jobs: SimpleQueue = SimpleQueue()
         self._threads = [
@@ -109,10 +110,13 @@ class SimulatedAccelerator:
     def record(self) -> _Event:
         now = time.perf_counter()
         event = _Event(max(now + self._compute_lag_s, self._computed_until))
-        if event.at > now:
-            self._compute_jobs.put(event)
-        else:
-            event.done.set()
+        with self._lock:
+            # Also what is over already is over after what was queued before it.
+            if event.at > now or self._computing:
+                self._computing += 1
+                self._compute_jobs.put(event)
+            else:
+                event.done.set()
         return event
 
     def compute_wait(self, event: _Event) -> None:
@@ -149,6 +153,7 @@ class SimulatedAccelerator:
             with self._lock:
                 for slot in event.slots:
                     slot.fill_(_POISON)
+                self._computing -= 1
                 event.done.set()
 
     def _serve_copies(self) -> None:
