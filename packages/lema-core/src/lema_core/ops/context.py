@@ -74,20 +74,23 @@ class ForwardContext:
 def attention_mask_BTS(valid_BS: Tensor, n_queries: int) -> Tensor | None:
     """Which keys the last ``n_queries`` tokens may see: earlier ones and themselves, without padding.
 
-    ``valid_BS``: False at padding. None when plain causal attention does: real tokens never see padding on their right.
-    A padding query sees itself, so that its softmax is defined; nothing reads its result.
+    ``valid_BS``: False at padding. None when plain causal attention does. A padding query sees itself, so that its
+    softmax is defined; nothing reads its result.
     """
-    n_keys = valid_BS.shape[1]
-    if n_queries == n_keys:
-        plain = bool(valid_BS[:, 0].all()) and bool((valid_BS[:, 1:] <= valid_BS[:, :-1]).all())
-    else:
-        plain = n_queries == 1 and bool(valid_BS.all())
-    if plain:
+    if not needs_mask(valid_BS, n_queries):
         return None
+    n_keys = valid_BS.shape[1]
     query = torch.arange(n_keys - n_queries, n_keys, device=valid_BS.device)
     key = torch.arange(n_keys, device=valid_BS.device)
     causal_TS = key[None, :] <= query[:, None]
     return (causal_TS & valid_BS[:, None, :]) | (key[None, :] == query[:, None])
+
+
+def needs_mask(valid_BS: Tensor, n_queries: int) -> bool:
+    """False where plain causal attention does: real tokens never see padding on their right."""
+    if n_queries == valid_BS.shape[1]:
+        return not (bool(valid_BS[:, 0].all()) and bool((valid_BS[:, 1:] <= valid_BS[:, :-1]).all()))
+    return not (n_queries == 1 and bool(valid_BS.all()))
 
 
 def token_positions(valid_BS: Tensor) -> Tensor:

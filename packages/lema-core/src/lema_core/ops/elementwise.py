@@ -196,15 +196,14 @@ def _in_blocks(function: Callable[..., None], n_results: int, *given_FN: Tensor)
         return results
     given = [each.contiguous() for each in given_FN]
     results = tuple(torch.empty_like(given[0]) for _ in range(n_results))
-    blocks = [each.view(-1).split(_BLOCK_ELEMENTS) for each in (*results, *given)]
-    for made_and_taken in zip(*blocks, strict=True):
-        made, taken = made_and_taken[:n_results], made_and_taken[n_results:]
-        missing = -len(taken[0]) % _LANES
-        if missing == 0:
-            function(made, *taken)
-            continue
-        padded = tuple(torch.empty(len(each) + missing, dtype=each.dtype) for each in made)
-        function(padded, *(F.pad(each, (0, missing)) for each in taken))
-        for mine, whole in zip(made, padded, strict=True):
-            mine.copy_(whole[: len(mine)])
+    flat = [each.view(-1) for each in (*results, *given)]
+    n_rest = len(flat[0]) % _LANES
+    whole = len(flat[0]) - n_rest
+    for block in zip(*(each[:whole].split(_BLOCK_ELEMENTS) for each in flat), strict=True):
+        function(block[:n_results], *block[n_results:])
+    if n_rest:
+        rest = [F.pad(each[whole:], (0, _LANES - n_rest)) for each in flat]
+        function(tuple(rest[:n_results]), *rest[n_results:])
+        for result, padded in zip(flat[:n_results], rest, strict=False):
+            result[whole:] = padded[:n_rest]
     return results

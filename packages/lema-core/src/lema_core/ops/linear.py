@@ -97,12 +97,17 @@ class LinearKernel:
         if weight_RK.dtype == like.dtype:
             yield 0, rows, weight_RK
             return
-        step = max(_MIN_ROWS, _SCRATCH_ELEMENTS // k)
+        step = self._rows_at_once(weight_RK, like)
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             scratch = self._scratch_for((stop - start) * k, like).view(stop - start, k)
             scratch.copy_(weight_RK[start:stop])
             yield start, stop, scratch
+
+    def _rows_at_once(self, weight_RK: Tensor, like: Tensor) -> int:
+        """Rows of a block that is multiplied at once: all where nothing has to be widened."""
+        rows, k = weight_RK.shape
+        return rows if weight_RK.dtype == like.dtype else min(rows, max(_MIN_ROWS, _SCRATCH_ELEMENTS // k))
 
     def _scratch_for(self, elements: int, like: Tensor) -> Tensor:
         held = self._scratch

@@ -77,22 +77,22 @@ class StreamedOps:
         finally:
             self.now = before
 
-    def linears(self, x_BTK: Tensor, modules: Sequence[str], values: bool = True) -> list[Tensor]:
+    def linears(self, x_BTK: Tensor, modules: Sequence[str], last: bool = False) -> list[Tensor]:
         """``[W x + b + low-rank update for each module]`` of one input, given together so that they can be computed
-        together. Without ``values`` only their graph is made."""
+        together. ``last``: a block's output; see :meth:`block_output`."""
         trained = [tensor for name in modules if name in self.updates for tensor in self.updates[name].parameters()]
         leading = x_BTK.shape[:-1]
         x_NK = x_BTK.reshape(-1, x_BTK.shape[-1])
-        outputs = _Linears.apply(self, self.now, tuple(modules), values, x_NK, *trained)
+        outputs = _Linears.apply(self, self.now, tuple(modules), last, x_NK, *trained)
         return [y.view(*leading, y.shape[-1]) for y in outputs]
 
     def block_output(self, residual_BTC: Tensor, x_BTK: Tensor, module: str) -> Tensor:
         """``residual + linear(x)``: what a block returns, and nothing else reads.
 
-        When a block runs again for its gradient, only the graph of this sum is needed: the product is left out and the
-        values are undefined.
+        When a block runs again for its gradient, only the graph of this sum is needed: the product is left out, the
+        values are undefined, and no tape keeps them.
         """
-        return residual_BTC + self.linears(x_BTK, [module], values=not self.now.again)[0]
+        return residual_BTC + self.linears(x_BTK, [module], last=True)[0]
 
     def linear(self, x_BTK: Tensor, module: str) -> Tensor:
         return self.linears(x_BTK, [module])[0]
@@ -150,15 +150,16 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ops: StreamedOps, now: Pass, modules: tuple[str, ...], values: bool, x_NK: Tensor, *trained: Tensor
+        ctx: Any, ops: StreamedOps, now: Pass, modules: tuple[str, ...], last: bool, x_NK: Tensor, *trained: Tensor
     ) -> tuple[Tensor, ...]:
         x_KN = _feature_major(x_NK)
-        if values and now.again and now.tape is not None:
-            products = now.tape.replay()
+        tape = None if last else now.tape
+        if tape is not None and now.again:
+            products = tape.replay()
         else:
-            products = _products(ops, now, modules, x_KN, values)
-            if values and now.tape is not None:
-                now.tape.record(products)
+            products = _products(ops, now, modules, x_KN, values=not (last and now.again))
+            if tape is not None:
+                tape.record(products)
         ctx.ops, ctx.now, ctx.modules = ops, now, modules
         ctx.save_for_backward(x_KN if trained else None, products.projected)
         return tuple(y_ON.t() for y_ON in products.outputs)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lema_core.adapter import ModelAdapter
 from lema_core.ops.context import Dropout, ForwardContext, Segment
 from lema_core.ops.gradient import backward_from
 from lema_core.ops.kernels import Kernels
-from lema_core.ops.linear import LinearKernel
+from lema_core.ops.linear import Columns, LinearKernel
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import Pass, StreamedOps
 from lema_core.ops.tape import Tape
@@ -31,8 +32,9 @@ from lema_core.store.granules import Part
 from lema_core.store.model import StreamedModel
 from lema_core.store.trace import Work
 
-#: tokens of the two runs that an amount's constant part and its part per token are solved from
-_FEW, _MORE = 4, 8
+#: tokens of the two runs that an amount's constant part and its part per token are solved from: enough that what grows
+#: with them is more than what does not
+_FEW, _MORE = 32, 64
 
 
 class Level(IntEnum):
@@ -41,6 +43,17 @@ class Level(IntEnum):
     RECOMPUTE = 0
     KEEP = 1
     GRAPH = 2
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What the tokens of a piece are: of ``several`` micro-batches, with padding that attention needs a mask for."""
+
+    several: bool = False
+    masked: bool = False
+
+
+ALONE = Packing()
 
 
 @dataclass(frozen=True)
@@ -109,9 +122,9 @@ class DryRun:
         kernels: Kernels,
     ) -> None:
         self.adapter = adapter
+        self.dtype = dtype
         self._kernels = kernels
         self._model = model
-        self._dtype = dtype
         self._updates = {
             name: replace(
                 update,
@@ -130,46 +143,52 @@ class DryRun:
 
     @property
     def context(self) -> Amount:
-        """Bytes of what all blocks share: positions, rotary tables."""
-        few, more = (sum(map(_nbytes, _tensors(vars(_Run(self, tokens).ctx)))) for tokens in (_FEW, _MORE))
+        """Bytes of what all blocks share: token ids, positions, rotary tables."""
+        few, more = (
+            sum(map(_nbytes, (run.ids, *_tensors(vars(run.ctx)))))
+            for run in (_Run(self, tokens, ALONE) for tokens in (_FEW, _MORE))
+        )
         return Amount.through(few, more)
 
     @property
     def boundary(self) -> Amount:
         """Bytes of a block's input."""
-        return Amount(0, self.adapter.hidden_size * self._dtype.itemsize)
+        return Amount(0, self.adapter.hidden_size * self.dtype.itemsize)
 
     def embed(self) -> Piece:
-        return self._piece("embed", None, lambda run: run.embed())
+        return self._piece("embed", None, ALONE, lambda run: run.embed())
 
-    def forward(self, layer: int, level: Level) -> Piece:
+    def forward(self, layer: int, level: Level, packing: Packing = ALONE) -> Piece:
         """A block in the forward pass; ``left`` is its output and what it keeps for its gradient."""
-        return self._piece(("forward", level), layer, lambda run: run.forward(layer, level))
+        return self._piece(("forward", level), layer, packing, lambda run: run.forward(layer, level))
 
-    def backward(self, layer: int, level: Level, wants_dx: bool) -> Piece:
+    def backward(self, layer: int, level: Level, wants_dx: bool, packing: Packing = ALONE) -> Piece:
         """A block's gradient, with what ``level`` left; ``left`` is the gradient of its input."""
-        return self._piece(("backward", level, wants_dx), layer, lambda run: run.backward(layer, level, wants_dx))
+        kind = "backward", level, wants_dx
+        return self._piece(kind, layer, packing, lambda run: run.backward(layer, level, wants_dx))
 
-    def head(self, trained: bool, wants_dx: bool) -> Piece:
+    def head(self, trained: bool, wants_dx: bool, packing: Packing = ALONE) -> Piece:
         """Final norm and output projection of one chunk, with their gradient where ``trained``."""
-        return self._piece(("head", trained, wants_dx), None, lambda run: run.head(trained, wants_dx))
+        return self._piece(("head", trained, wants_dx), None, packing, lambda run: run.head(trained, wants_dx))
 
-    def _piece(self, kind: Hashable, layer: int | None, what: Callable[[_Run], None]) -> Piece:
-        if (kind, layer) not in self._pieces:
-            key = kind, self._looks.get(layer)
+    def _piece(self, kind: Hashable, layer: int | None, packing: Packing, what: Callable[[_Run], None]) -> Piece:
+        if (kind, layer, packing) not in self._pieces:
+            key = kind, self._looks.get(layer), packing
             if key not in self._found:
-                self._found[key] = self._find(layer, what)
+                self._found[key] = self._find(layer, packing, what)
             borrowed, cost = self._found[key]
             accesses = tuple(self._granule(layer, one) for one in borrowed)
-            self._pieces[kind, layer] = Piece(accesses, cost)
-        return self._pieces[kind, layer]
+            self._pieces[kind, layer, packing] = Piece(accesses, cost)
+        return self._pieces[kind, layer, packing]
 
-    def _find(self, layer: int | None, what: Callable[[_Run], None]) -> tuple[tuple[_Borrowed, ...], PieceCost]:
+    def _find(
+        self, layer: int | None, packing: Packing, what: Callable[[_Run], None]
+    ) -> tuple[tuple[_Borrowed, ...], PieceCost]:
         """Run a piece of one layer; others that look like it cost the same and borrow likewise."""
         self._set_gradients(layer)
-        # Once uncounted: what torch makes at a first call is no part of a step.
-        what(_Run(self, _FEW))
-        few, more = (_Run(self, tokens, counted=True) for tokens in (_FEW, _MORE))
+        # Once uncounted: what torch and kernels make at a first call, and keep, is no part of a step.
+        what(_Run(self, _MORE, packing))
+        few, more = (_Run(self, tokens, packing, counted=True) for tokens in (_FEW, _MORE))
         what(few)
         what(more)
         self._set_gradients(None)
@@ -213,69 +232,79 @@ class _Borrowed:
 
 
 class _Run:
-    """One piece on ``tokens`` tokens."""
+    """One piece on ``tokens`` tokens of one micro-batch, or of two unequal ones."""
 
-    def __init__(self, dry: DryRun, tokens: int, counted: bool = False) -> None:
+    def __init__(self, dry: DryRun, tokens: int, packing: Packing, counted: bool = False) -> None:
         self.adapter = dry.adapter
         self.tokens = tokens
         self.weights = _StandInWeights(dry._model)
         self.counter = _ByteCounter(self.weights) if counted else None
-        self.kernels = replace(dry._kernels, linear=_StandInKernel(self.weights))
-        self.dtype = dry._dtype
+        linear = dry._kernels.linear
+        self.kernels = replace(dry._kernels, linear=_StandInKernel(self.weights, isinstance(linear, LinearKernel)))
+        self.dtype = dry.dtype
         biased = dry._model.biased_modules
-        self.ops = _CountingOps(self.weights, self.kernels, torch.device("cpu"), dry._dtype, dry._updates, biased)
-        self.segments = (Segment(0, tokens, 1, tokens),)
+        self.ops = _CountingOps(self.weights, self.kernels, torch.device("cpu"), self.dtype, dry._updates, biased)
+        bounds = (0, tokens - tokens // 8, tokens) if packing.several else (0, tokens)
+        self.segments = tuple(
+            _segment(number, start, stop, packing.masked) for number, (start, stop) in enumerate(pairwise(bounds))
+        )
+        self.ids = torch.zeros(1, tokens, dtype=torch.int64)
         self.ctx = ForwardContext(torch.arange(tokens)[None], segments=self.segments)
         self.adapter.prepare(self.ctx)
         self._dropout = Dropout(0, 0, self.segments)
 
     @contextmanager
-    def _during(self, one_pass: Pass) -> Iterator[None]:
-        with self.ops.during(one_pass):
-            yield
-
-    @contextmanager
     def _counted(self) -> Iterator[None]:
-        self.weights.start()
         if self.counter is None:
             yield
             return
         with self.counter:
             yield
 
+    def _start(self) -> None:
+        """What comes next is the piece."""
+        self.weights.start()
+        if self.counter is not None:
+            self.counter.start()
+
+    def _finish(self, result: Any) -> None:
+        """Count what is left while ``result`` is still alive."""
+        if self.counter is not None:
+            self.counter.finish()
+
     def _x(self) -> Tensor:
         return torch.zeros(self.adapter.hidden_size, self.tokens, dtype=self.dtype).t()[None]
 
     def embed(self) -> None:
-        ids = torch.zeros(1, self.tokens, dtype=torch.int64)
-        with torch.no_grad(), self._during(Pass(self.segments)), self._counted():
-            x = self.adapter.embed(self.ops, ids, self.ctx)
+        with torch.no_grad(), self.ops.during(Pass(self.segments)), self._counted():
+            x = self.adapter.embed(self.ops, self.ids, self.ctx)
             self._finish(x)
 
     def forward(self, layer: int, level: Level) -> None:
         x_BTC, tape = self._x(), Tape() if level is Level.KEEP else None
-        with torch.set_grad_enabled(level is Level.GRAPH), self._during(Pass(self.segments, self._dropout, tape)):
+        with torch.set_grad_enabled(level is Level.GRAPH), self.ops.during(Pass(self.segments, self._dropout, tape)):
             x_BTC.requires_grad_(level is Level.GRAPH)
             with self._counted():
                 y = self.adapter.block(self.ops, layer, x_BTC, self.ctx)
                 self._finish(y)
 
     def backward(self, layer: int, level: Level, wants_dx: bool) -> None:
-        x_BTC, tape = self._x(), None
-        first = Pass(self.segments, self._dropout)
-        if level is Level.KEEP:
-            tape = Tape()
-            with torch.no_grad(), self._during(replace(first, tape=tape)):
-                self.adapter.block(self.ops, layer, x_BTC, self.ctx)
-        x_BTC.requires_grad_(wants_dx)
-        dy_BTC = self._x()
-        with torch.enable_grad():
-            if level is Level.GRAPH:
-                with self._during(first):
-                    y = self.adapter.block(self.ops, layer, x_BTC, self.ctx)
-            with self._counted():
+        x_BTC, dy_BTC = self._x(), self._x()
+        first = Pass(self.segments, self._dropout, Tape() if level is Level.KEEP else None)
+        again = replace(first, again=True)
+        with self._counted():
+            # What the forward pass left is let go as the gradient is computed.
+            if level is Level.KEEP:
+                with torch.no_grad(), self.ops.during(first):
+                    self.adapter.block(self.ops, layer, x_BTC, self.ctx)
+            x_BTC.requires_grad_(wants_dx)
+            with torch.enable_grad():
+                if level is Level.GRAPH:
+                    with self.ops.during(first):
+                        y = self.adapter.block(self.ops, layer, x_BTC, self.ctx)
+                self._start()
                 if level is not Level.GRAPH:
-                    with self._during(replace(first, tape=tape, again=True)):
+                    with self.ops.during(again):
                         y = self.adapter.block(self.ops, layer, x_BTC, self.ctx)
                 if y.requires_grad:
                     backward_from(y, dy_BTC)
@@ -284,24 +313,20 @@ class _Run:
 
     def head(self, trained: bool, wants_dx: bool) -> None:
         x_NC, targets = self._x()[0], torch.zeros(self.tokens, dtype=torch.int64)
-        with self._during(Pass(self.segments)), self._counted():
+        with self.ops.during(Pass(self.segments)), self._counted():
             result = chunk_loss(self.adapter, self.ops, x_NC, targets, 1.0 if trained else None, wants_dx)
             self._finish(result)
 
-    def _finish(self, result: Any) -> None:
-        """Count what is left while ``result`` is still alive."""
-        if self.counter is not None:
-            self.counter.finish()
+
+def _segment(micro_batch: int, start: int, stop: int, masked: bool) -> Segment:
+    tokens = (stop - start) // 2
+    mask = torch.ones(2, tokens, tokens, dtype=torch.bool) if masked else None
+    return Segment(start, stop, 2, tokens, micro_batch, mask)
 
 
 def _cost(few: _Run, more: _Run) -> PieceCost:
     doing = tuple(
-        Doing(
-            a.flops / few.tokens,
-            a.pair_flops / few.tokens**2,
-            Amount.through(a.touched_bytes, b.touched_bytes),
-            a.operations,
-        )
+        Doing(a.flops / few.tokens, a.pair_flops, Amount.through(a.touched_bytes, b.touched_bytes), a.operations)
         for a, b in zip(few.weights.steps, more.weights.steps, strict=True)
     )
     pairs = ((few.counter.peak_bytes, more.counter.peak_bytes), (few.counter.left_bytes, more.counter.left_bytes))
@@ -311,7 +336,7 @@ def _cost(few: _Run, more: _Run) -> PieceCost:
 
 @dataclass
 class _Step:
-    """What followed one access."""
+    """What followed one access; ``pair_flops`` for each token that a token may look at."""
 
     flops: float = 0.0
     pair_flops: float = 0.0
@@ -349,27 +374,44 @@ class _StandInWeights:
 
 
 class _StandInKernel(LinearKernel):
-    """Counts products instead of computing them."""
+    """Counts products instead of computing them. ``copies``: it stands for torch's kernel, which copies the columns of
+    a micro-batch among others; else for one that packs its input."""
 
-    def __init__(self, weights: _StandInWeights) -> None:
+    def __init__(self, weights: _StandInWeights, copies: bool) -> None:
         super().__init__()
         self._weights = weights
+        self._copies = copies
 
-    def packed(self, x_KN: Tensor, segments: Sequence[tuple[int, int]] = ()) -> Tensor:
-        return torch.empty_like(x_KN)
+    def packed(self, x_KN: Tensor, segments: Sequence[Columns] = ()) -> Any:
+        return super().packed(x_KN, segments) if self._copies else torch.empty_like(x_KN)
 
-    def forward(self, weight_RK: Tensor, x: Tensor, out_RN: Tensor, update: Any = None, segments: Any = ()) -> None:
+    def forward(
+        self, weight_RK: Tensor, x: Any, out_RN: Tensor, update: Any = None, segments: Sequence[Columns] = ()
+    ) -> None:
         inner = weight_RK.shape[1] + (0 if update is None else update[0].shape[1])
         self._count(2 * inner * out_RN.numel())
+        if self._copies:
+            super().packed(self._block(weight_RK, out_RN), segments[:1])
         out_RN.zero_()
 
     def input_gradient(
-        self, weight_RK: Tensor, dy_RN: Tensor, dx_KN: Tensor, first: bool, update: Any = None, segments: Any = ()
+        self,
+        weight_RK: Tensor,
+        dy_RN: Tensor,
+        dx_KN: Tensor,
+        first: bool,
+        update: Any = None,
+        segments: Sequence[Columns] = (),
     ) -> None:
         inner = len(weight_RK) + (0 if update is None else len(update[0]))
         self._count(2 * inner * dx_KN.numel())
+        if self._copies:
+            _held = super().packed(dx_KN, segments), super().packed(self._block(weight_RK, dy_RN), segments)
         if first:
             dx_KN.zero_()
+
+    def _block(self, weight_RK: Tensor, y_RN: Tensor) -> Tensor:
+        return y_RN[: self._rows_at_once(weight_RK, y_RN)]
 
     def _count(self, flops: float) -> None:
         self._weights.step.flops += flops
@@ -381,20 +423,25 @@ class _CountingOps(StreamedOps):
         # Two products of T x T / 2 numbers; the gradient's five are counted with the forward pass's two where the
         # pass records a graph.
         times = 7 if torch.is_grad_enabled() else 2
-        self.weights.step.pair_flops += times * q_BHTD.numel() * q_BHTD.shape[2]
+        self.weights.step.pair_flops += times * q_BHTD.shape[1] * q_BHTD.shape[3]
         return super().attention(q_BHTD, k_BHSD, v_BHSD, ctx, scale)
 
 
 class _ByteCounter(TorchDispatchMode):
-    """Bytes of the storages that operations make while it is entered: alive at most, alive at the end, and touched."""
+    """Bytes of the storages that operations make while it is entered: alive at most, beyond those alive when a piece
+    starts, alive at the end, and touched."""
 
     def __init__(self, weights: _StandInWeights) -> None:
         super().__init__()
         self._weights = weights
         self._alive: dict[int, tuple[Any, int]] = {}
-        self._before: set[int] = set()
+        self._bytes_before = 0
         self.peak_bytes = 0
         self.left_bytes = 0
+
+    def start(self) -> None:
+        self._drop_dead()
+        self._bytes_before, self.peak_bytes = self._bytes_alive(), 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -411,7 +458,7 @@ class _ByteCounter(TorchDispatchMode):
             if storage._cdata not in known and storage._cdata not in self._alive:
                 self._alive[storage._cdata] = storage._weak_ref(), storage.nbytes()
         self._drop_dead()
-        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self._alive.values()))
+        self.peak_bytes = max(self.peak_bytes, self._bytes_alive() - self._bytes_before)
         self._weights.step.operations += 1
         if not func.is_view:
             self._weights.step.touched_bytes += sum(map(_nbytes, (*given, *made)))
@@ -419,10 +466,13 @@ class _ByteCounter(TorchDispatchMode):
 
     def finish(self) -> None:
         self._drop_dead()
-        self.left_bytes = sum(nbytes for _, nbytes in self._alive.values())
+        self.left_bytes = self._bytes_alive()
         for reference, _ in self._alive.values():
             torch.UntypedStorage._free_weak_ref(reference)
         self._alive.clear()
+
+    def _bytes_alive(self) -> int:
+        return sum(nbytes for _, nbytes in self._alive.values())
 
     def _drop_dead(self) -> None:
         for key, (reference, _) in list(self._alive.items()):

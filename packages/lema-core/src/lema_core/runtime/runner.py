@@ -17,7 +17,7 @@ from lema_core.adapter import ModelAdapter
 from lema_core.device import Device
 from lema_core.errors import DataError
 from lema_core.kv import KVCache
-from lema_core.ops.context import Dropout, ForwardContext, Segment, attention_mask_BTS, token_positions
+from lema_core.ops.context import Dropout, ForwardContext, Segment, attention_mask_BTS, needs_mask, token_positions
 from lema_core.ops.gradient import backward_from
 from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
@@ -105,7 +105,7 @@ class ModelRunner:
             raise DataError("every label of this step is masked: there is nothing to learn from")
         learning = {index: batch for index, batch in enumerate(batches) if batch.n_targets}
         shape = StepShape(
-            tuple(MicroBatch(*batch.input_ids.shape, batch.n_targets) for batch in learning.values()),
+            tuple(map(_shape_of, learning.values())),
             how.first_layer,
             logits is not None,
         )
@@ -145,8 +145,7 @@ class ModelRunner:
                         level = schedule.levels[layer]
                         left[layer, number] = self._forward(group, layer, level, layer > how.first_layer)
             if logits is not None:
-                for index, x_CN in _by_micro_batch(groups, "x_1NC").items():
-                    logits[index] = self._project(x_CN.t().view(*batches[index].input_ids.shape, -1))
+                logits.update(self._logits(batches, groups))
         wants_dx = how.first_layer < self.adapter.n_layers
         loss = self._head(batches, groups, scale, wants_dx)
         for layer in range(self.adapter.n_layers - 1, how.first_layer - 1, -1):
@@ -186,6 +185,13 @@ class ModelRunner:
         group.x_1NC = self._block(group, layer, x_in, replace(group.first_pass, tape=tape))
         self.activations.put((layer, group.number), x_in)
         return _Left(tape=tape)
+
+    def _logits(self, batches: Mapping[int, TokenBatch], groups: Sequence[_Group]) -> dict[int, Tensor]:
+        """fp32 [B, T, V] on the CPU, by micro-batch."""
+        return {
+            index: self._project(x_CN.t().view(*batches[index].input_ids.shape, -1))
+            for index, x_CN in _by_micro_batch(groups, "x_1NC").items()
+        }
 
     def _head(
         self, batches: Mapping[int, TokenBatch], groups: Sequence[_Group], scale: float, wants_dx: bool
@@ -289,6 +295,11 @@ class ModelRunner:
         except BaseException:
             self.store.abort_step()
             raise
+
+
+def _shape_of(batch: TokenBatch) -> MicroBatch:
+    rows, tokens = batch.input_ids.shape
+    return MicroBatch(rows, tokens, batch.n_targets, needs_mask(batch.attention_mask, tokens))
 
 
 def _by_micro_batch(groups: Sequence[_Group], which: str) -> dict[int, Tensor]:

@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lema_core.memory import format_bytes
-from lema_core.runtime.dry_run import DryRun, Level, Piece
+from lema_core.runtime.dry_run import DryRun, Level, Packing, Piece
 from lema_core.runtime.head_loss import chunk_tokens, cut_head, cut_tokens
 from lema_core.store.trace import Trace, Work
 
 #: products are about as fast with so many columns as with more: a group need not be larger
 ENOUGH_TOKENS = 512
+
+#: bytes of a step that grow with nothing
+_FIXED_BYTES = 32_768
 
 #: the micro-batches that pass a layer together, by index
 Groups = tuple[tuple[int, ...], ...]
@@ -26,15 +29,21 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a schedule depends on: ``rows`` of ``tokens``, and how many of them have a target."""
+    """What a schedule depends on: ``rows`` of ``tokens``, how many of them have a target, and whether attention needs a
+    mask beyond the causal one."""
 
     rows: int
     tokens: int
     n_targets: int
+    masked: bool = False
 
     @property
     def size(self) -> int:
         return self.rows * self.tokens
+
+    @property
+    def mask_numel(self) -> int:
+        return self.rows * self.tokens**2 if self.masked else 0
 
 
 @dataclass(frozen=True)
@@ -89,20 +98,22 @@ class StepCosts:
         return _trace(("train", shape, schedule), self._pieces(shape, schedule))
 
     def _pieces(self, shape: StepShape, schedule: StepSchedule) -> list[tuple[Piece, int, int]]:
-        dry, sizes = self._dry, [_group_size(shape, group) for group in schedule.groups]
-        pieces = [(dry.embed(), *size) for size in sizes]
-        for layer in range(self._n_layers):
-            pieces += [(dry.forward(layer, schedule.levels[layer]), *size) for size in sizes]
+        dry, n_layers = self._dry, self._n_layers
+        groups = [(*_group_size(shape, group), _packing(shape, group)) for group in schedule.groups]
+        pieces = [(dry.embed(), tokens, row) for tokens, row, _ in groups]
+        for layer in range(n_layers):
+            level = schedule.levels[layer]
+            pieces += [(dry.forward(layer, level, packing), tokens, row) for tokens, row, packing in groups]
         if shape.logits:
             for one in shape.micro_batches:
-                for tokens in cut_tokens(one.size, self._dry.adapter.vocab_size):
+                for tokens in cut_tokens(one.size, dry.adapter.vocab_size):
                     pieces.append((dry.head(False, False), tokens, 1))
-        wants_dx = shape.first_layer < self._n_layers
-        for chunk in head_chunks(shape, self._dry.adapter.vocab_size):
-            pieces.append((dry.head(True, wants_dx), chunk, 1))
-        for layer in range(self._n_layers - 1, shape.first_layer - 1, -1):
-            piece = dry.backward(layer, schedule.levels[layer], layer > shape.first_layer)
-            pieces += [(piece, *size) for size in sizes]
+        wants_dx = shape.first_layer < n_layers
+        for tokens, packing in head_chunks(shape, dry.adapter.vocab_size):
+            pieces.append((dry.head(True, wants_dx, packing), tokens, 1))
+        for layer in range(n_layers - 1, shape.first_layer - 1, -1):
+            what = layer, schedule.levels[layer], layer > shape.first_layer
+            pieces += [(dry.backward(*what, packing), tokens, row) for tokens, row, packing in groups]
         return pieces
 
     def _evaluation(self, tokens: int, row_tokens: int, chunks: tuple[int, ...]) -> Trace:
@@ -129,45 +140,61 @@ class StepCosts:
         """The most bytes of activations, kept products and graphs included, that a step holds at once where it
         computes."""
         dry, n_layers = self._dry, self._n_layers
-        sizes = [_group_size(shape, group)[0] for group in schedule.groups]
+        groups = [(i, _group_size(shape, group)[0], _packing(shape, group)) for i, group in enumerate(schedule.groups)]
+        masks = [self._mask_bytes(shape, group) for group in schedule.groups]
         most = math.inf if schedule.boundary_bytes is None else schedule.boundary_bytes
         # What a group carries from block to block: its activations, later their gradient.
-        carried = sum(dry.boundary.at(n) for n in sizes)
-        fixed = carried + sum(dry.context.at(n) for n in sizes)
-        fixed += sum(one.rows * one.tokens**2 for one in shape.micro_batches)
+        carried = sum(dry.boundary.at(n) for _, n, _ in groups)
+        fixed = _FIXED_BYTES + carried + sum(dry.context.at(n) for _, n, _ in groups)
+        fixed += sum(one.mask_numel for one in shape.micro_batches)
         inputs = 0.0
         peak = fixed
         kept: dict[tuple[int, int], float] = {}
         for layer in range(n_layers):
             level = schedule.levels[layer]
-            cost = dry.forward(layer, level).cost
-            for group, n in enumerate(sizes):
-                peak = max(peak, fixed + min(inputs, most) + cost.peak.at(n))
+            for group, n, packing in groups:
+                cost = dry.forward(layer, level, packing).cost
+                added, largest = masks[group]
+                if level is Level.GRAPH:
+                    largest = added
+                peak = max(peak, fixed + min(inputs, most) + cost.peak.at(n) + largest)
                 if layer >= shape.first_layer:
                     # Of what a graph keeps, its input is a part.
-                    kept[layer, group] = cost.left.at(n) - (0 if level is Level.GRAPH else dry.boundary.at(n))
+                    kept[layer, group] = cost.left.at(n) + (added if level is Level.GRAPH else -dry.boundary.at(n))
                     fixed += kept[layer, group]
                     inputs += 0 if level is Level.GRAPH else dry.boundary.at(n)
+        if shape.logits:
+            longest = min(chunk_tokens(dry.adapter.vocab_size), max(one.size for one in shape.micro_batches))
+            fixed += 4 * shape.tokens * dry.adapter.vocab_size
+            peak = max(peak, fixed + min(inputs, most) + dry.head(False, False).cost.peak.at(longest))
         wants_dx = shape.first_layer < n_layers
         gradients = carried if wants_dx else 0.0
-        for tokens in head_chunks(shape, dry.adapter.vocab_size):
-            head = dry.head(True, wants_dx).cost.peak.at(tokens) + dry.boundary.at(tokens)
+        for tokens, packing in head_chunks(shape, dry.adapter.vocab_size):
+            head = dry.head(True, wants_dx, packing).cost.peak.at(tokens) + dry.boundary.at(tokens)
             peak = max(peak, fixed + min(inputs, most) + gradients + head)
         for layer in range(n_layers - 1, shape.first_layer - 1, -1):
             level = schedule.levels[layer]
-            cost = dry.backward(layer, level, layer > shape.first_layer).cost
-            for group, n in enumerate(sizes):
-                peak = max(peak, fixed + min(inputs, most) + cost.peak.at(n))
+            for group, n, packing in groups:
+                cost = dry.backward(layer, level, layer > shape.first_layer, packing).cost
+                again = 0 if level is Level.GRAPH else masks[group][0]
+                peak = max(peak, fixed + min(inputs, most) + cost.peak.at(n) + again)
                 fixed -= kept[layer, group]
                 inputs -= 0 if level is Level.GRAPH else dry.boundary.at(n)
-        if shape.logits:
-            peak += 4 * shape.tokens * dry.adapter.vocab_size
         return math.ceil(peak)
+
+    def _mask_bytes(self, shape: StepShape, group: Sequence[int]) -> tuple[int, int]:
+        """Attention adds its masks to the scores as numbers: their bytes for a group, and for its largest
+        micro-batch."""
+        sizes = [shape.micro_batches[index].mask_numel * self._dry.dtype.itemsize for index in group]
+        return sum(sizes), max(sizes)
 
     def evaluation_bytes(self, tokens: int, row_tokens: int) -> int:
         """The most bytes that a forward pass without gradients holds at once."""
         dry = self._dry
-        alive = dry.context.at(tokens) + dry.boundary.at(tokens) + tokens * row_tokens
+        alive = _FIXED_BYTES + dry.context.at(tokens) + dry.boundary.at(tokens)
+        if tokens > row_tokens:
+            # Of several rows, shorter ones may be padded: a mask, and again as numbers.
+            alive += tokens * row_tokens * (1 + dry.dtype.itemsize)
         blocks = max(
             (dry.forward(layer, Level.RECOMPUTE).cost.peak.at(tokens) for layer in range(self._n_layers)), default=0
         )
@@ -286,7 +313,11 @@ def _group_size(shape: StepShape, group: Sequence[int]) -> tuple[int, int]:
     return tokens, round(sum(one.size * one.tokens for one in members) / max(1, tokens))
 
 
-def head_chunks(shape: StepShape, vocab_size: int) -> list[int]:
+def _packing(shape: StepShape, group: Sequence[int]) -> Packing:
+    return Packing(len(group) > 1, any(shape.micro_batches[index].masked for index in group))
+
+
+def head_chunks(shape: StepShape, vocab_size: int) -> list[tuple[int, Packing]]:
     """Tokens that are projected together, chunk by chunk."""
     chunks = cut_head([one.n_targets for one in shape.micro_batches], vocab_size)
-    return [sum(piece.tokens for piece in pieces) for pieces in chunks]
+    return [(sum(piece.tokens for piece in pieces), Packing(len(pieces) > 1)) for pieces in chunks]
