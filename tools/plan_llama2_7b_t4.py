@@ -90,10 +90,9 @@ def planned(folder: Path, run: Published, device_budget: str) -> RunPlan:
 
 
 def told(plan: RunPlan) -> str:
-    """``2.9 GB | 1.85 s | link``. A plan for a machine that is only thought of leaves out the LoRA weights, fp32."""
+    """``2.9 GB | 1.85 s | link``."""
     step = plan.prediction
-    peak_bytes = tier_memory(plan)["device"].total + 4 * plan.work.trained_numbers
-    return f"{peak_bytes / 1e9:.1f} GB | {step.step_s:.2f} s | {step.bound_by}"
+    return f"{tier_memory(plan)['device'].total / 1e9:.1f} GB | {step.step_s:.2f} s | {step.bound_by}"
 
 
 def row(folder: Path, run: Published) -> str:

@@ -30,6 +30,7 @@ from lema_core.runtime.generation import generate_greedy
 from lema_core.runtime.runner import ModelRunner
 from lema_core.runtime.schedule import MicroBatch, StepCosts, StepShape
 from lema_core.store.budget import BudgetPlan
+from lema_core.store.disk import DiskReader
 from lema_core.store.model import cut_model
 from lema_core.store.store import StoreStats, TensorStore
 from lema_train.atomic import atomic_folder
@@ -316,9 +317,18 @@ class LemaModel:
         if self._flight is None or refresh:
             reads = [read for granule in self._model.layout.granules for read in granule.reads]
             largest = max(reads, key=lambda read: read.nbytes).path
-            kernel, name = self._kernels.linear, f"{self.kernel.name} {version(_package_of(self.kernel))}"
-            dtype = self._model.matrix_dtype
-            self._flight = flight_check(largest, self._device, kernel, dtype, name, refresh=refresh, say=say)
+            read = choose_kernel("read", self.config.backend, "cpu")
+            self._flight = flight_check(
+                largest,
+                self._device,
+                self._kernels.linear,
+                self._model.matrix_dtype,
+                _versioned(self.kernel),
+                DiskReader(self._kernels.read),
+                _versioned(read),
+                refresh,
+                say,
+            )
         return self._flight
 
     def plan(self, machine: Machine | None = None) -> RunPlan:
@@ -377,6 +387,7 @@ class LemaModel:
             raise ConfigError("LoRA weights are put on a model before it first computes; open the model again")
 
 
-def _package_of(kernel: Kernel) -> str:
-    """The distribution that a kernel comes from, as first-party and other plugins name theirs."""
-    return kernel.impl.partition(".")[0].replace("_", "-")
+def _versioned(kernel: Kernel) -> str:
+    """A kernel's name with the version of the distribution that it comes from, as first-party and other plugins name
+    theirs."""
+    return f"{kernel.name} {version(kernel.impl.partition('.')[0].replace('_', '-'))}"

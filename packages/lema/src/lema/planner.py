@@ -15,7 +15,7 @@ from lema_core.errors import BudgetError
 from lema_core.memory import process_memory_limit, rss_bytes
 from lema_core.planning.flight import FlightCheck, propose
 from lema_core.planning.hardware import Hardware
-from lema_core.planning.predict import SteadyStep, StepPrediction, predict_step, smallest_memory, steady_step
+from lema_core.planning.predict import SteadyStep, StepPrediction, compute_s, predict_step, smallest_memory, steady_step
 from lema_core.plugins import get_plugin_manager
 from lema_core.runtime.schedule import Scheduler, StepCosts, StepSchedule, StepShape
 from lema_core.store.activations import ActivationStream
@@ -25,8 +25,8 @@ from lema_core.store.placement import Tier, place
 from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE
 from lema_core.store.trace import Trace
 
-#: bytes a trained number takes beside itself: its gradient and two moments
-_GRADIENT_BYTES, _MOMENT_BYTES = 4, 8
+#: bytes of a trained number, its gradient, and its two moments
+_NUMBER_BYTES, _GRADIENT_BYTES, _MOMENT_BYTES = 4, 4, 8
 #: slots with which reads keep ahead of the compute
 _AHEAD = 8
 #: what an interpreter with torch and lema holds on a machine that is only thought of
@@ -108,8 +108,9 @@ class RunPlan:
 
     @property
     def states_bytes(self) -> int:
-        """Gradients and moments of what is trained."""
-        return (_GRADIENT_BYTES + _MOMENT_BYTES) * self.work.trained_numbers
+        """Gradients and moments of what is trained, and the numbers themselves where they are not there yet."""
+        numbers = _NUMBER_BYTES if self.machine.flight is None else 0
+        return (numbers + _GRADIENT_BYTES + _MOMENT_BYTES) * self.work.trained_numbers
 
     def _scheduler(self, activation_bytes: int) -> Scheduler:
         # One slot more, for what comes next.
@@ -253,16 +254,9 @@ def step_choices(work: Workload, rates: Hardware, recompute: bool | None) -> tup
         return (StepChoice(work.costs.evaluation_bytes(work.rows * work.tokens, work.tokens), 0.0),)
     choices = []
     for schedule in Scheduler(work.costs, None, recompute, lower_tier=True).ways(work.shape):
-        compute_s = _compute_s(work, schedule, rates)
+        seconds = compute_s(work.costs.trace(work.shape, schedule), rates)
         if schedule.boundary_bytes is not None:
             lower = sum(work.costs.boundaries(work.shape, schedule)) - schedule.boundary_bytes
-            compute_s += 2 * max(0, lower) / (rates.link_bytes_per_s or rates.disk_bytes_per_s)
-        choices.append(StepChoice(work.costs.activation_bytes(work.shape, schedule), compute_s))
+            seconds += 2 * max(0, lower) / (rates.link_bytes_per_s or rates.disk_bytes_per_s)
+        choices.append(StepChoice(work.costs.activation_bytes(work.shape, schedule), seconds))
     return tuple(sorted(choices, key=lambda choice: choice.nbytes))
-
-
-def _compute_s(work: Workload, schedule: StepSchedule, rates: Hardware) -> float:
-    return sum(
-        rates.product_s(piece.flops, piece.tokens) + piece.touched_bytes / rates.memory_bytes_per_s
-        for piece in work.costs.trace(work.shape, schedule).work
-    )
