@@ -82,17 +82,31 @@ def test_a_window_of_one_layer_is_all_that_a_large_model_takes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", ["auto", "400KB"])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        ["weights_ram=auto"],
+        ["weights_ram=400KB"],
+        ["weights_ram=400KB", "gradient_accumulation_steps=4", "activations_ram=800KB"],
+    ],
+    ids=["all", "window", "activations on disk"],
+)
 def test_300_steps_do_not_grow(
-    window: str, lema: Any, tiny_llama: Path, make_rows: Any, chats: Callable[[int], Rows]
+    memory: list[str], lema: Any, tiny_llama: Path, make_rows: Any, chats: Callable[[int], Rows]
 ) -> None:
-    make_rows(lema.cwd / "rows.jsonl", chats(20))
+    # Plans of steps are kept by their shape, so that with several micro-batches of all lengths there would be more of
+    # them for a hundred steps.
+    rows = chats(20) if len(memory) == 1 else [{"input_ids": list(range(5, 33))}] * 20
+    make_rows(lema.cwd / "rows.jsonl", rows)
     lema.ok(
         f"model_name_or_path={tiny_llama}", "train_file=rows.jsonl", "output_dir=out", "max_steps=300", "lora_rank=4",
-        "save_steps=100", f"weights_ram={window}", exact=True,
+        "save_steps=40", "save_total_limit=3", *memory, exact=True,
         before=WATCH.format(module="lema.metrics", owner="MetricsWriter", method="write"),
     )  # fmt: skip
     _assert_constant(lema.cwd / "growth.jsonl", 300)
+    assert {path.name for path in (lema.cwd / "out").iterdir()} == {
+        "metrics.jsonl", "summary.json", *(f"checkpoint-{step}" for step in (240, 280, 300))
+    }  # fmt: skip
 
 
 @pytest.mark.slow
