@@ -56,6 +56,10 @@ class Device(Protocol):
     def discard(self, slot: Tensor, after: Event) -> None:
         """The content of ``slot`` will not be used again once ``after`` is over."""
 
+    def trim(self) -> None:
+        """Let others have the memory that freed activations left behind. Called where a step goes over to something
+        that needs memory of other sizes."""
+
     def free_bytes(self) -> int | None:
         """Bytes this process can still allocate on the device; None where the device shares RAM."""
 
@@ -115,6 +119,9 @@ class CpuDevice:
     def discard(self, slot: Tensor, after: Event) -> None:
         return None
 
+    def trim(self) -> None:
+        _give_back_freed_memory()
+
     def free_bytes(self) -> int | None:
         return None
 
@@ -171,12 +178,19 @@ class CudaDevice:
     def discard(self, slot: Tensor, after: Event) -> None:
         return None
 
+    def trim(self) -> None:
+        return None
+
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
     def close(self) -> None:
         torch.cuda.synchronize(self.torch_device)
         self._copies.close()
+
+
+#: glibc takes no larger one on 64 bits
+_LARGEST_MMAP_THRESHOLD = 32 << 20
 
 
 def _keep_freed_memory() -> None:
@@ -189,8 +203,15 @@ def _keep_freed_memory() -> None:
     if mallopt is None:
         return
     m_trim_threshold, m_mmap_threshold = -1, -3
-    mallopt(m_mmap_threshold, 1 << 30)
+    mallopt(m_mmap_threshold, _LARGEST_MMAP_THRESHOLD)
     mallopt(m_trim_threshold, 256 << 20)
+
+
+def _give_back_freed_memory() -> None:
+    """Return all pages without anything in them to the kernel."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def open_device(name: str, copies: Callable[[torch.device], Copies] = TorchCopies) -> Device:

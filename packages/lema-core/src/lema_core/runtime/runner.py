@@ -116,6 +116,7 @@ class ModelRunner:
             sizes = self.scheduler.costs.boundaries(shape, schedule)
             with self.activations.step(sizes, schedule.boundary_bytes):
                 loss = self._train(learning, schedule, how, step, 1.0 / n_targets, logits)
+        self._device.trim()
         return loss.item() / n_targets
 
     def _train(
@@ -146,6 +147,8 @@ class ModelRunner:
                         left[layer, number] = self._forward(group, layer, level, layer > how.first_layer)
             if logits is not None:
                 logits.update(self._logits(batches, groups))
+        # Blocks' temporaries are gone; what they lay in would stay resident beside the logits, and beside what follows.
+        self._device.trim()
         wants_dx = how.first_layer < self.adapter.n_layers
         loss = self._head(batches, groups, scale, wants_dx)
         for layer in range(self.adapter.n_layers - 1, how.first_layer - 1, -1):

@@ -137,6 +137,9 @@ class SimulatedAccelerator:
             else:
                 after.slots.append(slot)
 
+    def trim(self) -> None:
+        return None
+
     def free_bytes(self) -> int | None:
         return self._capacity_bytes - self._allocated_bytes
 
