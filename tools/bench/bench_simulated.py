@@ -44,8 +44,8 @@ class Pace:
     def __init__(self) -> None:
         self._until = 0.0
 
-    def take(self, seconds: float) -> None:
-        self._until = max(self._until, time.perf_counter()) + seconds
+    def take(self, seconds: float, since: float | None = None) -> None:
+        self._until = max(self._until, time.perf_counter() if since is None else since) + seconds
         while (left := self._until - time.perf_counter()) > 0:
             time.sleep(left)
 
@@ -59,9 +59,10 @@ class PacedReads:
         self._pace = Pace()
 
     def read(self, ranges: Sequence[Range]) -> None:
+        started = time.perf_counter()
         self._reads.read(ranges)
         if self.bytes_per_s:
-            self._pace.take(sum(each.needed_bytes for each in ranges) / self.bytes_per_s)
+            self._pace.take(sum(each.needed_bytes for each in ranges) / self.bytes_per_s, started)
 
 
 def step_accesses(recomputed: bool) -> list[int]:
