@@ -167,6 +167,10 @@ class DryRun:
         kind = "backward", level, wants_dx
         return self._piece(kind, layer, packing, lambda run: run.backward(layer, level, wants_dx))
 
+    def evaluation(self, layer: int) -> Piece:
+        """A block outside training."""
+        return self._piece("evaluation", layer, ALONE, lambda run: run.evaluation(layer))
+
     def head(self, trained: bool, wants_dx: bool, packing: Packing = ALONE) -> Piece:
         """Final norm and output projection of one chunk, with their gradient where ``trained``."""
         return self._piece(("head", trained, wants_dx), None, packing, lambda run: run.head(trained, wants_dx))
@@ -287,6 +291,14 @@ class _Run:
             with self._counted():
                 y = self.adapter.block(self.ops, layer, x_BTC, self.ctx)
                 self._finish(y)
+
+    def evaluation(self, layer: int) -> None:
+        ctx = ForwardContext(self.ctx.positions_BT.view(2, -1))
+        self.adapter.prepare(ctx)
+        x_BTC = self._x().view(2, -1, self.adapter.hidden_size)
+        with torch.no_grad(), self._counted():
+            y = self.adapter.block(self.ops, layer, x_BTC, ctx)
+            self._finish(y)
 
     def backward(self, layer: int, level: Level, wants_dx: bool) -> None:
         x_BTC, dy_BTC = self._x(), self._x()

@@ -77,19 +77,33 @@ def head_loss(
     """
     total = torch.zeros((), dtype=torch.float64, device=hidden_CN[0].device)
     for pieces in cut_head([len(positions) for positions, _ in supervised], adapter.vocab_size):
-        where = [supervised[p.micro_batch][0][p.start : p.stop] for p in pieces]
-        wanted = [supervised[p.micro_batch][1][p.start : p.stop] for p in pieces]
-        picked = [hidden_CN[p.micro_batch].index_select(1, index) for p, index in zip(pieces, where, strict=True)]
-        h_nC = (picked[0] if len(picked) == 1 else torch.cat(picked, dim=1)).t()
-        del picked
-        segments = _side_by_side(pieces)
-        with ops.during(Pass(segments)):
-            losses, dh_Cn = chunk_loss(adapter, ops, h_nC, torch.cat(wanted), gradient_scale, dx_CN is not None)
-        for piece, segment, index in zip(pieces, segments, where, strict=True):
-            total += losses[segment.start : segment.stop].sum()
-            if dh_Cn is not None:
-                dx_CN[piece.micro_batch].index_copy_(1, index, dh_Cn[:, segment.start : segment.stop])
+        for losses in _pieces_losses(adapter, ops, pieces, hidden_CN, supervised, gradient_scale, dx_CN):
+            total += losses.sum()
     return total.cpu()
+
+
+def _pieces_losses(
+    adapter: ModelAdapter,
+    ops: StreamedOps,
+    pieces: Sequence[HeadPiece],
+    hidden_CN: Sequence[Tensor],
+    supervised: Sequence[tuple[Tensor, Tensor]],
+    gradient_scale: float | None,
+    dx_CN: Sequence[Tensor] | None,
+) -> list[Tensor]:
+    """Of one chunk, by piece; nothing else of it is left when the next one is computed."""
+    where = [supervised[p.micro_batch][0][p.start : p.stop] for p in pieces]
+    wanted = [supervised[p.micro_batch][1][p.start : p.stop] for p in pieces]
+    picked = [hidden_CN[p.micro_batch].index_select(1, index) for p, index in zip(pieces, where, strict=True)]
+    h_nC = (picked[0] if len(picked) == 1 else torch.cat(picked, dim=1)).t()
+    del picked
+    segments = _side_by_side(pieces)
+    with ops.during(Pass(segments)):
+        losses, dh_Cn = chunk_loss(adapter, ops, h_nC, torch.cat(wanted), gradient_scale, dx_CN is not None)
+    if dh_Cn is not None:
+        for piece, segment, index in zip(pieces, segments, where, strict=True):
+            dx_CN[piece.micro_batch].index_copy_(1, index, dh_Cn[:, segment.start : segment.stop])
+    return [losses[segment.start : segment.stop] for segment in segments]
 
 
 def _side_by_side(pieces: Sequence[HeadPiece]) -> tuple[Segment, ...]:

@@ -121,7 +121,7 @@ class StepCosts:
         tokens."""
         dry = self._dry
         pieces = [(dry.embed(), tokens, row_tokens)]
-        pieces += [(dry.forward(layer, Level.RECOMPUTE), tokens, row_tokens) for layer in range(self._n_layers)]
+        pieces += [(dry.evaluation(layer), tokens, row_tokens) for layer in range(self._n_layers)]
         pieces += [(dry.head(False, False), chunk, 1) for chunk in chunks]
         return _trace(("evaluate", tokens, row_tokens, chunks), pieces)
 
@@ -158,11 +158,16 @@ class StepCosts:
                 if level is Level.GRAPH:
                     largest = added
                 peak = max(peak, fixed + min(inputs, most) + cost.peak.at(n) + largest)
-                if layer >= shape.first_layer:
-                    # Of what a graph keeps, its input is a part.
-                    kept[layer, group] = cost.left.at(n) + (added if level is Level.GRAPH else -dry.boundary.at(n))
-                    fixed += kept[layer, group]
-                    inputs += 0 if level is Level.GRAPH else dry.boundary.at(n)
+                if layer < shape.first_layer:
+                    continue
+                if level is Level.GRAPH:
+                    # A graph keeps its input and its output; that of another graph is counted there.
+                    follows_graph = layer > shape.first_layer and schedule.levels[layer - 1] is Level.GRAPH
+                    kept[layer, group] = cost.left.at(n) + added + (0 if follows_graph else dry.boundary.at(n))
+                else:
+                    kept[layer, group] = cost.left.at(n) - dry.boundary.at(n)
+                    inputs += dry.boundary.at(n)
+                fixed += kept[layer, group]
         if shape.logits:
             longest = min(chunk_tokens(dry.adapter.vocab_size), max(one.size for one in shape.micro_batches))
             fixed += 4 * shape.tokens * dry.adapter.vocab_size
@@ -195,9 +200,7 @@ class StepCosts:
         if tokens > row_tokens:
             # Of several rows, shorter ones may be padded: a mask, and again as numbers.
             alive += tokens * row_tokens * (1 + dry.dtype.itemsize)
-        blocks = max(
-            (dry.forward(layer, Level.RECOMPUTE).cost.peak.at(tokens) for layer in range(self._n_layers)), default=0
-        )
+        blocks = max((dry.evaluation(layer).cost.peak.at(tokens) for layer in range(self._n_layers)), default=0)
         head = dry.head(False, False).cost.peak.at(min(tokens, chunk_tokens(dry.adapter.vocab_size)))
         return int(alive + max(blocks, head))
 
