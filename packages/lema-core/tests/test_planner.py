@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lema_core.store.planner import TierPlan, next_uses, plan_tier
+from lema_core.store.planner import TierPlan, _least_s, next_uses, plan_tier
 
 
 def fewest_loads(accesses: Sequence[int], n_slots: int, resident: frozenset[int]) -> int:
@@ -122,6 +122,18 @@ def test_a_plan_costs_loads_only_where_it_is_modelled_to_save_time(
     seconds, best = (p.modelled_s([1.0] * len(p.loads), compute_s) for p in (plan, optimal))
     assert seconds <= best
     assert len(plan.loads) <= len(optimal.loads) or seconds < best
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 11), min_size=1, max_size=40), st.integers(1, 12), st.integers(0, 8))
+def test_no_plan_is_modelled_to_be_shorter_than_the_bound_it_is_held_against(
+    accesses: list[int], n_slots: int, distance: int
+) -> None:
+    before = steady(accesses, n_slots, 0).resident
+    optimal, plan = (plan_tier(accesses, n_slots, before, d) for d in (0, distance))
+    compute_s = [1.2 * len(optimal.loads) / len(accesses)] * len(accesses)
+    seconds = [p.modelled_s([1.0] * len(p.loads), compute_s) for p in (optimal, plan)]
+    assert sum(compute_s) <= _least_s(optimal, n_slots, compute_s) <= min(seconds) + 1e-9
 
 
 def test_the_model_of_a_step_waits_for_slots_and_for_loads() -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 #: a next use that never comes
@@ -130,6 +130,7 @@ def _choose(accesses: tuple[int, ...], n_slots: int, prefetch_distance: int, wor
     shares = [share / total for share in work] if total > 0 else [1 / len(accesses)] * len(accesses)
     following = next_uses(accesses)
     compute_s: list[float] = []
+    enough = 0.0
     modelled: list[tuple[float, int, _Policy]] = []
     for lead in (0, *(1 << bit for bit in range(most.bit_length()))):
         n_pinned = n_slots - 1 - lead
@@ -140,12 +141,21 @@ def _choose(accesses: tuple[int, ...], n_slots: int, prefetch_distance: int, wor
                 plan = _plan(accesses, following, n_slots, plan.resident, policy)
             if not compute_s:
                 compute_s = [_COMPUTE_PER_TRANSFER * len(plan.loads) * share for share in shares]
+                enough = (1 + _WORTH) * _least_s(plan, n_slots, compute_s)
             seconds = plan.modelled_s([1.0] * len(plan.loads), compute_s)
             modelled.append((seconds, len(plan.loads), policy))
-            if seconds <= (1 + _WORTH) * sum(compute_s):
+            if seconds <= enough:
                 return policy
     enough = (1 + _WORTH) * min(seconds for seconds, _, _ in modelled)
     return min((m for m in modelled if m[0] <= enough), key=lambda m: m[1])[2]
+
+
+def _least_s(optimal: TierPlan, n_slots: int, compute_s: Sequence[float]) -> float:
+    """Less than the modelled time of any plan that begins as ``optimal`` does: none needs fewer loads up to any access,
+    and no more than ``n_slots`` can be under way or waiting to be used."""
+    earlier = [-1] * n_slots + [load.position for load in optimal.loads]
+    loads = tuple(replace(load, after=after) for load, after in zip(optimal.loads, earlier, strict=False))
+    return replace(optimal, loads=loads).modelled_s([1.0] * len(loads), compute_s)
 
 
 def _plan(
