@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -111,6 +113,27 @@ def test_together_equals_apart_on_any_number_of_threads(kernel: AttentionKernel,
         assert torch.equal(alone[0], together[0][:, columns])
         for found, whole in zip(alone[1:], together[1:], strict=True):
             assert torch.equal(found, whole[:, :, columns])
+
+
+def test_beside_a_masked_micro_batch_as_alone(kernel: AttentionKernel) -> None:
+    """What needs a mask is torch's; what does not stays the library's."""
+    mask = torch.ones(2, 20, 20, dtype=torch.bool).tril()
+    mask[1, 4:, :3] = False
+    segments = tuple(
+        replace(s, mask_BTS=mask) if s.rows == 2 else s for s in packed((1, 33), (2, 20), (1, 50), (2, 20))
+    )
+    inputs = [heads(count, 163, 32, seed) for seed, count in enumerate((4, 2, 2))]
+    dy = torch.randn(1, 163, 128, generator=torch.Generator().manual_seed(9))
+    together = computed(kernel, inputs, dy, segments, 0.2)
+    assert together[0][0].t().is_contiguous()
+    for segment in segments:
+        columns = slice(segment.start, segment.stop)
+        parts = [x[:, :, columns].transpose(2, 3).contiguous().transpose(2, 3) for x in inputs]
+        alone = replace(segment, start=0, stop=segment.stop - segment.start)
+        found = computed(kernel, parts, dy[:, columns], (alone,), 0.2)
+        assert torch.equal(found[0], together[0][:, columns])
+        for mine, whole in zip(found[1:], together[1:], strict=True):
+            assert torch.equal(mine, whole[:, :, columns])
 
 
 def test_as_close_to_the_truth_as_torch(kernel: AttentionKernel) -> None:

@@ -59,15 +59,10 @@ class _Attention(ctypes.Structure):
     )
 
 
-def serves(q_1HND: Tensor, k_1GND: Tensor, v_1GND: Tensor, segments: tuple[Segment, ...]) -> bool:
-    """Whether the library can compute it: plain causal attention in fp32 on the CPU, of feature-major heads."""
+def serves(q_1HND: Tensor, k_1GND: Tensor, v_1GND: Tensor) -> bool:
+    """Whether the library can compute what has no mask: fp32 on the CPU, of feature-major heads."""
     d = q_1HND.shape[3]
-    return (
-        d % _D_STEP == 0
-        and 0 < d <= _MOST_D
-        and all(segment.mask_BTS is None for segment in segments)
-        and all(_feature_major(x) for x in (q_1HND, k_1GND, v_1GND))
-    )
+    return d % _D_STEP == 0 and 0 < d <= _MOST_D and all(_feature_major(x) for x in (q_1HND, k_1GND, v_1GND))
 
 
 def _feature_major(x_1HND: Tensor) -> bool:
@@ -92,9 +87,21 @@ class NativeAttention(TorchAttention):
     def attend(
         self, q_1HND: Tensor, k_1GND: Tensor, v_1GND: Tensor, segments: tuple[Segment, ...], scale: float
     ) -> Tensor:
-        if not serves(q_1HND, k_1GND, v_1GND, segments):
+        plain = tuple(segment for segment in segments if segment.mask_BTS is None)
+        if not plain or not serves(q_1HND, k_1GND, v_1GND):
             return super().attend(q_1HND, k_1GND, v_1GND, segments, scale)
-        return _Attend.apply(self, q_1HND, k_1GND, v_1GND, segments, scale)
+        plain_1NC = _Attend.apply(self, q_1HND, k_1GND, v_1GND, plain, scale)
+        if len(plain) == len(segments):
+            return plain_1NC
+        # A micro-batch beside a masked one is computed as it is alone.
+        masked = tuple(segment for segment in segments if segment.mask_BTS is not None)
+        sizes = [segment.stop - segment.start for segment in masked]
+        masked_1nC = iter(super().attend(q_1HND, k_1GND, v_1GND, masked, scale).split(sizes, dim=1))
+        parts_1nC = [
+            plain_1NC[:, segment.start : segment.stop] if segment.mask_BTS is None else next(masked_1nC)
+            for segment in segments
+        ]
+        return torch.cat([part[0].t() for part in parts_1nC], dim=1).t()[None]
 
     def compute(self, given: _Attention) -> None:
         """Hand it to the library, with scratch that is kept between calls."""
@@ -132,7 +139,9 @@ class _Attend(torch.autograd.Function):
         q_1HND, k_1GND, v_1GND, *_ = ctx.saved_tensors
         dy_CN = dy_1NC[0].t().contiguous()
         given, _alive = _described(ctx, *ctx.saved_tensors)
-        grads = [x.new_empty(x.shape[1], x.shape[3], x.shape[2]) for x in (q_1HND, k_1GND, v_1GND)]
+        covered = sum(segment.stop - segment.start for segment in ctx.segments) == q_1HND.shape[2]
+        make = torch.empty if covered else torch.zeros
+        grads = [make(x.shape[1], x.shape[3], x.shape[2]) for x in (q_1HND, k_1GND, v_1GND)]
         given.d_out, given.d_out_stride = dy_CN.data_ptr(), dy_CN.shape[1]
         given.dq, given.dk, given.dv = (grad.data_ptr() for grad in grads)
         ctx.kernel.compute(given)

@@ -250,7 +250,9 @@ class _Run:
         self.ops = _CountingOps(self.weights, self.kernels, torch.device("cpu"), self.dtype, dry._updates, biased)
         bounds = (0, tokens - tokens // 8, tokens) if packing.several else (0, tokens)
         self.segments = tuple(
-            _segment(number, start, stop, packing.masked) for number, (start, stop) in enumerate(pairwise(bounds))
+            # Where one needs a mask, the other does not: a kernel may have two ways then, and hold what both take.
+            _segment(number, start, stop, packing.masked and number == 0)
+            for number, (start, stop) in enumerate(pairwise(bounds))
         )
         self.ids = torch.zeros(1, tokens, dtype=torch.int64)
         self.ctx = ForwardContext(torch.arange(tokens)[None], segments=self.segments)
