@@ -129,7 +129,7 @@ def worker(
         if slow and "reads" in group.missing:
             print(f"the {side} child paces its own reads instead", flush=True)
             options = {**options, "paced_bytes_per_s": read_bytes_per_s}
-        environment = {"XDG_CACHE_HOME": cache} if slow else {}
+        environment = {"LEMA_CACHE": cache} if slow else {}
         made = Worker(side, options, group, errors, environment, timeout_s)
         try:
             made.wait_until_ready()

@@ -41,7 +41,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     small = flight._Sizes(32, 64, 20 << 20)
     monkeypatch.setattr(flight, "_IN_RAM", small)
     monkeypatch.setattr(flight, "_ON_DEVICE", small)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("LEMA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(CountingKernel, "calls", 0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -69,7 +69,7 @@ def test_rates_are_measured_once_and_kept(model: Path, tmp_path: Path) -> None:
     assert machine.device_shares_ram and machine.link_bytes_per_s is None and machine.compute_dtype == "float32"
     assert min(machine.disk_bytes_per_s, machine.memory_bytes_per_s, machine.op_overhead_s) > 0
     assert [tokens for tokens, _ in machine.gemm] == [16, 64, 256, 1024]
-    assert first.file is not None and first.file.is_relative_to(tmp_path / "cache/lema/flight")
+    assert first.file is not None and first.file.is_relative_to(tmp_path / "cache/flight")
     calls = CountingKernel.calls
     again = check(model, said)
     assert CountingKernel.calls == calls, "the second check measured nothing"
@@ -120,8 +120,8 @@ def test_a_folder_that_cannot_be_written_costs_a_word(model: Path, tmp_path: Pat
     assert ("measured", f"{found.measured}, not kept") in found.describe()
 
 
-def test_a_relative_cache_folder_is_ignored(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+def test_the_cache_is_at_home_by_default(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LEMA_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert check(model).file.is_relative_to(tmp_path / "home/.cache/lema/flight")
 

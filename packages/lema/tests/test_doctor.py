@@ -76,7 +76,7 @@ def test_what_is_broken_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_a_model_its_flight_check_is_measured_anew_and_shown(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LEMA_CACHE", str(tmp_path))
     config = LemaConfig(task="doctor", model_name_or_path=str(tiny_llama), device="cpu")
     rows = {row.name: row for row in examine(config)["Flight check"]}
     assert rows["model"].detail == str(tiny_llama)

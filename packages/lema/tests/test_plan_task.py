@@ -87,7 +87,7 @@ def test_more_memory_buys_what_it_saves(config: Callable[..., LemaConfig], tmp_p
     """A disk so slow that reading is all a step does: 1 GB more holds the model, and saves all of it."""
     file = tmp_path / "slow.yaml"
     file.write_text(
-        "ram_bytes: 365.2MB\ndisk_bytes_per_s: 1MB/s\nmemory_bytes_per_s: 10GB/s\ngemm: {1: 1.0e9, 64: 1.0e10}\n"
+        "ram_bytes: 384MB\ndisk_bytes_per_s: 1MB/s\nmemory_bytes_per_s: 10GB/s\ngemm: {1: 1.0e9, 64: 1.0e10}\n"
         "compute_dtype: float32\nname: slow\n"
     )
     chosen = config(hardware=str(file), gradient_checkpointing=True)

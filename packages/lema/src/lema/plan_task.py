@@ -111,6 +111,7 @@ def _memory(memory: TierMemory) -> Iterator[Row]:
     if memory.activations or memory.states:
         yield Row("activations", format_bytes(memory.activations))
         yield Row("gradients and moments", format_bytes(memory.states))
+        yield Row("gaps and scratch memory", format_bytes(memory.slack))
     yield Row("in all", f"{format_bytes(memory.total)} of {format_bytes(memory.limit)}")
 
 

@@ -29,6 +29,8 @@ from lema_core.store.trace import Trace
 _NUMBER_BYTES, _GRADIENT_BYTES, _MOMENT_BYTES = 4, 4, 8
 #: slots with which reads keep ahead of the compute
 _AHEAD = 8
+#: what the allocator's gaps and the kernels' scratch memory take: of the activations, and in any case
+_GAPS, _SCRATCH_BYTES = 0.2, 16_000_000
 #: what an interpreter with torch and lema holds on a machine that is only thought of
 _INTERPRETER_BYTES = 300_000_000
 #: what a CUDA context takes of device memory
@@ -215,6 +217,11 @@ class RunPlan:
         """The most that such a step holds of activations."""
         return self.work.costs.activation_bytes(self.work.shape, self.schedule)
 
+    @property
+    def slack_bytes(self) -> int:
+        """What the allocator's gaps and the kernels' scratch memory take beside them."""
+        return _allocated(self.activation_bytes) - self.activation_bytes
+
     def step_s(self, ram: int | None = None, device: int | None = None) -> float:
         """What a step would take with other amounts of memory in all; infinite where it could not run."""
         m = self.machine
@@ -251,12 +258,17 @@ def _target(config: LemaConfig) -> str:
 def step_choices(work: Workload, rates: Hardware, recompute: bool | None) -> tuple[StepChoice, ...]:
     """Ways to run a step, from the one that holds least on."""
     if work.shape is None:
-        return (StepChoice(work.costs.evaluation_bytes(work.rows * work.tokens, work.tokens), 0.0),)
+        return (StepChoice(_allocated(work.costs.evaluation_bytes(work.rows * work.tokens, work.tokens)), 0.0),)
     choices = []
     for schedule in Scheduler(work.costs, None, recompute, lower_tier=True).ways(work.shape):
         seconds = compute_s(work.costs.trace(work.shape, schedule), rates)
         if schedule.boundary_bytes is not None:
             lower = sum(work.costs.boundaries(work.shape, schedule)) - schedule.boundary_bytes
             seconds += 2 * max(0, lower) / (rates.link_bytes_per_s or rates.disk_bytes_per_s)
-        choices.append(StepChoice(work.costs.activation_bytes(work.shape, schedule), seconds))
+        choices.append(StepChoice(_allocated(work.costs.activation_bytes(work.shape, schedule)), seconds))
     return tuple(sorted(choices, key=lambda choice: choice.nbytes))
+
+
+def _allocated(activation_bytes: int) -> int:
+    """What a process is given for so many bytes of activations."""
+    return math.ceil(activation_bytes * (1 + _GAPS)) + _SCRATCH_BYTES

@@ -14,17 +14,19 @@ from lema_core.store.placement import Tier
 
 @dataclass(frozen=True)
 class TierMemory:
-    """Bytes at most in one tier. ``held``: by the process before its first step; ``states``: gradients and moments."""
+    """Bytes at most in one tier. ``held``: by the process before its first step; ``states``: gradients and moments;
+    ``slack``: the allocator's gaps and the kernels' scratch memory."""
 
     limit: int
     held: int
     weights: int
     activations: int
     states: int
+    slack: int
 
     @property
     def total(self) -> int:
-        return self.held + self.weights + self.activations + self.states
+        return self.held + self.weights + self.activations + self.states + self.slack
 
 
 def tier_memory(run: RunPlan) -> dict[str, TierMemory]:
@@ -32,12 +34,12 @@ def tier_memory(run: RunPlan) -> dict[str, TierMemory]:
     machine, sizes, model = run.machine, run.sizes, run.work.model
     slot_bytes = model.layout.slot_bytes
     in_ram = sizes.ram_slots * slot_bytes + sizes.n_rows * model.row_bytes + model.bounce_bytes
-    beside = run.activation_bytes, run.states_bytes
+    beside = run.activation_bytes, run.states_bytes, run.slack_bytes
     if machine.shares_ram:
         return {"ram": TierMemory(machine.ram_limit, machine.ram_held, in_ram, *beside)}
     return {
         "device": TierMemory(machine.device_free, 0, sizes.device_slots * slot_bytes, *beside),
-        "ram": TierMemory(machine.ram_limit, machine.ram_held, in_ram, 0, 0),
+        "ram": TierMemory(machine.ram_limit, machine.ram_held, in_ram, 0, 0, 0),
     }
 
 

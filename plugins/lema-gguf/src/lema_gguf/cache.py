@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
 from pathlib import Path
 
+from lema_core.cache import cache_folder
 from lema_core.errors import CheckpointError
 from lema_gguf.convert import CONVERTER_VERSION, convert
 
@@ -20,7 +20,7 @@ _HEAD_BYTES = 1 << 20
 
 def cache_root() -> Path:
     """The folder of all converted models."""
-    return Path(os.environ.get("LEMA_CACHE") or "~/.cache/lema").expanduser() / "gguf"
+    return cache_folder("gguf")
 
 
 def cache_key(gguf_path: Path) -> str:

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lema_core.cache import cache_folder
 from lema_core.device import Device
 from lema_core.memory import format_bytes, process_memory_limit
 from lema_core.ops.gradient import backward_from
@@ -124,7 +125,7 @@ def flight_check(
     """
     key = _key(model_file, device, weight_dtype, kernel_name, reader_name)
     file = _cache_file(key)
-    kept = None if refresh or file is None else _load(file, key, say)
+    kept = None if refresh else _load(file, key, say)
     if kept is None:
         rates = _measure(model_file, device, kernel, weight_dtype, reader or DiskReader())
         measured = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -333,15 +334,9 @@ def _key(model_file: Path, device: Device, weight_dtype: torch.dtype, kernel: st
     }
 
 
-def _cache_file(key: Mapping[str, str]) -> Path | None:
-    """Below XDG_CACHE_HOME or ~/.cache; None where there is neither."""
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(folder):  # the specification: a relative path is to be ignored
-        folder = os.path.expanduser("~/.cache")
-    if not os.path.isabs(folder):
-        return None
+def _cache_file(key: Mapping[str, str]) -> Path:
     name = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return Path(folder) / "lema" / "flight" / f"{name}.json"
+    return cache_folder("flight") / f"{name}.json"
 
 
 def _load(file: Path, key: Mapping[str, str], say: Callable[[str], None]) -> tuple[Rates, str] | None:
@@ -376,12 +371,7 @@ def _rates(found: Mapping[str, Any]) -> Rates:
     return rates
 
 
-def _save(
-    file: Path | None, key: Mapping[str, str], rates: Rates, measured: str, say: Callable[[str], None]
-) -> Path | None:
-    if file is None:
-        say("flight check: there is no folder to keep it in; set XDG_CACHE_HOME")
-        return None
+def _save(file: Path, key: Mapping[str, str], rates: Rates, measured: str, say: Callable[[str], None]) -> Path | None:
     text = json.dumps({"format": _FORMAT, "measured": measured, "key": key, "rates": asdict(rates)}, indent=2)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -389,6 +379,6 @@ def _save(
             out.write(text + "\n")
         os.replace(out.name, file)
     except OSError as error:
-        say(f"flight check: {file}: not kept: {error.strerror or error}")
+        say(f"flight check: {file}: not kept: {error.strerror or error}; LEMA_CACHE says where it goes")
         return None
     return file
