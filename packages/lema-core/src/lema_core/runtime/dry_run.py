@@ -17,17 +17,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lema_core.adapter import ModelAdapter
 from lema_core.ops.context import Dropout, ForwardContext, Segment
 from lema_core.ops.gradient import backward_from
 from lema_core.ops.kernels import Kernels
-from lema_core.ops.linear import Columns, LinearKernel
+from lema_core.ops.linear import LinearKernel
 from lema_core.ops.low_rank import LowRankUpdate
-from lema_core.ops.streamed import Pass, StreamedOps
+from lema_core.ops.streamed import Pass
 from lema_core.ops.tape import Tape
 from lema_core.runtime.head_loss import chunk_loss
+from lema_core.runtime.stand_in import (
+    ByteCounter,
+    CountingOps,
+    StandInKernel,
+    StandInWeights,
+    nbytes_of,
+    tensors_in,
+    zeros_without_memory,
+)
 from lema_core.store.granules import Part
 from lema_core.store.model import StreamedModel
 from lema_core.store.trace import Work
@@ -128,8 +136,8 @@ class DryRun:
         self._updates = {
             name: replace(
                 update,
-                lora_A=_zeros(update.lora_A.shape, torch.float32).requires_grad_(),
-                lora_B=_zeros(update.lora_B.shape, torch.float32).requires_grad_(),
+                lora_A=zeros_without_memory(update.lora_A.shape, torch.float32).requires_grad_(),
+                lora_B=zeros_without_memory(update.lora_B.shape, torch.float32).requires_grad_(),
             )
             for name, update in updates.items()
         }
@@ -145,7 +153,7 @@ class DryRun:
     def context(self) -> Amount:
         """Bytes of what all blocks share: token ids, positions, rotary tables."""
         few, more = (
-            sum(map(_nbytes, (run.ids, *_tensors(vars(run.ctx)))))
+            sum(map(nbytes_of, (run.ids, *tensors_in(vars(run.ctx)))))
             for run in (_Run(self, tokens, ALONE) for tokens in (_FEW, _MORE))
         )
         return Amount.through(few, more)
@@ -241,13 +249,13 @@ class _Run:
     def __init__(self, dry: DryRun, tokens: int, packing: Packing, counted: bool = False) -> None:
         self.adapter = dry.adapter
         self.tokens = tokens
-        self.weights = _StandInWeights(dry._model)
-        self.counter = _ByteCounter(self.weights) if counted else None
+        self.weights = StandInWeights(dry._model)
+        self.counter = ByteCounter(self.weights) if counted else None
         linear = dry._kernels.linear
-        self.kernels = replace(dry._kernels, linear=_StandInKernel(self.weights, isinstance(linear, LinearKernel)))
+        self.kernels = replace(dry._kernels, linear=StandInKernel(self.weights, isinstance(linear, LinearKernel)))
         self.dtype = dry.dtype
         biased = dry._model.biased_modules
-        self.ops = _CountingOps(self.weights, self.kernels, torch.device("cpu"), self.dtype, dry._updates, biased)
+        self.ops = CountingOps(self.weights, self.kernels, torch.device("cpu"), self.dtype, dry._updates, biased)
         bounds = (0, tokens - tokens // 8, tokens) if packing.several else (0, tokens)
         self.segments = tuple(
             # Where one needs a mask, the other does not: a kernel may have two ways then, and hold what both take.
@@ -346,169 +354,3 @@ def _cost(few: _Run, more: _Run) -> PieceCost:
     pairs = ((few.counter.peak_bytes, more.counter.peak_bytes), (few.counter.left_bytes, more.counter.left_bytes))
     peak, left = (Amount.through(*pair) for pair in pairs)
     return PieceCost(doing, peak, left)
-
-
-@dataclass
-class _Step:
-    """What followed one access; ``pair_flops`` for each token that a token may look at."""
-
-    flops: float = 0.0
-    pair_flops: float = 0.0
-    touched_bytes: float = 0.0
-    operations: int = 0
-
-
-class _StandInWeights:
-    """A weight source of zeros that takes no memory and writes down what is borrowed."""
-
-    def __init__(self, model: StreamedModel) -> None:
-        self._model = model
-        self.start()
-
-    def start(self) -> None:
-        """Write down from here on."""
-        self.borrowed: list[Part] = []
-        self.steps: list[_Step] = []
-        #: what comes before the first access counts with it
-        self.step = _Step()
-
-    def parts(self, name: str) -> tuple[Part, ...]:
-        return self._model.layout.parts[name]
-
-    @contextmanager
-    def borrow(self, part: Part) -> Iterator[Tensor]:
-        if self.borrowed:
-            self.step = _Step()
-        self.borrowed.append(part)
-        self.steps.append(self.step)
-        yield _zeros(part.shape, part.dtype)
-
-    def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(ids.numel(), self._model.embeddings[name].shape[1], dtype=dtype)
-
-
-class _StandInKernel(LinearKernel):
-    """Counts products instead of computing them. ``copies``: it stands for torch's kernel, which copies the columns of
-    a micro-batch among others; else for one that packs its input."""
-
-    def __init__(self, weights: _StandInWeights, copies: bool) -> None:
-        super().__init__()
-        self._weights = weights
-        self._copies = copies
-
-    def packed(self, x_KN: Tensor, segments: Sequence[Columns] = ()) -> Any:
-        return super().packed(x_KN, segments) if self._copies else torch.empty_like(x_KN)
-
-    def forward(
-        self, weight_RK: Tensor, x: Any, out_RN: Tensor, update: Any = None, segments: Sequence[Columns] = ()
-    ) -> None:
-        inner = weight_RK.shape[1] + (0 if update is None else update[0].shape[1])
-        self._count(2 * inner * out_RN.numel())
-        if self._copies:
-            super().packed(self._block(weight_RK, out_RN), segments[:1])
-        out_RN.zero_()
-
-    def input_gradient(
-        self,
-        weight_RK: Tensor,
-        dy_RN: Tensor,
-        dx_KN: Tensor,
-        first: bool,
-        update: Any = None,
-        segments: Sequence[Columns] = (),
-    ) -> None:
-        inner = len(weight_RK) + (0 if update is None else len(update[0]))
-        self._count(2 * inner * dx_KN.numel())
-        if self._copies:
-            _held = super().packed(dx_KN, segments), super().packed(self._block(weight_RK, dy_RN), segments)
-        if first:
-            dx_KN.zero_()
-
-    def _block(self, weight_RK: Tensor, y_RN: Tensor) -> Tensor:
-        return y_RN[: self._rows_at_once(weight_RK, y_RN)]
-
-    def _count(self, flops: float) -> None:
-        self._weights.step.flops += flops
-        self._weights.step.operations += 1
-
-
-class _CountingOps(StreamedOps):
-    def attention(self, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, ctx: ForwardContext, scale: float) -> Tensor:
-        # Two products of T x T / 2 numbers; the gradient's five are counted with the forward pass's two where the
-        # pass records a graph.
-        times = 7 if torch.is_grad_enabled() else 2
-        self.weights.step.pair_flops += times * q_BHTD.shape[1] * q_BHTD.shape[3]
-        return super().attention(q_BHTD, k_BHSD, v_BHSD, ctx, scale)
-
-
-class _ByteCounter(TorchDispatchMode):
-    """Bytes of the storages that operations make while it is entered: alive at most, beyond those alive when a piece
-    starts, alive at the end, and touched."""
-
-    def __init__(self, weights: _StandInWeights) -> None:
-        super().__init__()
-        self._weights = weights
-        self._alive: dict[int, tuple[Any, int]] = {}
-        self._bytes_before = 0
-        self.peak_bytes = 0
-        self.left_bytes = 0
-
-    def start(self) -> None:
-        self._drop_dead()
-        self._bytes_before, self.peak_bytes = self._bytes_alive(), 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Said so that torch does not import its compiler (60 MB, seconds) to keep it from looking in here."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = list(_tensors((args, kwargs)))
-        known = {tensor.untyped_storage()._cdata for tensor in given}
-        result = func(*args, **(kwargs or {}))
-        made = list(_tensors(result))
-        for tensor in made:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known and storage._cdata not in self._alive:
-                self._alive[storage._cdata] = storage._weak_ref(), storage.nbytes()
-        self._drop_dead()
-        self.peak_bytes = max(self.peak_bytes, self._bytes_alive() - self._bytes_before)
-        self._weights.step.operations += 1
-        if not func.is_view:
-            self._weights.step.touched_bytes += sum(map(_nbytes, (*given, *made)))
-        return result
-
-    def finish(self) -> None:
-        self._drop_dead()
-        self.left_bytes = self._bytes_alive()
-        for reference, _ in self._alive.values():
-            torch.UntypedStorage._free_weak_ref(reference)
-        self._alive.clear()
-
-    def _bytes_alive(self) -> int:
-        return sum(nbytes for _, nbytes in self._alive.values())
-
-    def _drop_dead(self) -> None:
-        for key, (reference, _) in list(self._alive.items()):
-            if torch.UntypedStorage._expired(reference):
-                torch.UntypedStorage._free_weak_ref(reference)
-                del self._alive[key]
-
-
-def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros that take no memory."""
-    return torch.zeros((), dtype=dtype).expand(shape)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        yield from _tensors(tuple(tree.values()))

@@ -245,7 +245,8 @@ class Scheduler:
         return choices[max(0, fitting - 1)]
 
     def ways(self, shape: StepShape) -> list[StepSchedule]:
-        """All that :meth:`choose` may choose, with the most of blocks' inputs in the tier below or all of them here."""
+        """What :meth:`choose` may choose of the largest groups, and the least of all smaller ones, with the most of
+        blocks' inputs in the tier below or all of them here."""
         groupings = list(self._groupings(shape))
         found = self.choices(shape, groupings[0]) + [self.choices(shape, groups)[0] for groups in groupings[1:]]
         return [self.least(shape, found[-1]), *found] if self._lower_tier else found

@@ -12,7 +12,7 @@ from lema_core.store.granules import Part
 
 
 class WeightSource(Protocol):
-    """What operations borrow weights from: the store, or a recorder that traces a step on the meta device."""
+    """What operations borrow weights from: the store, or what stands in for it in a dry run."""
 
     def parts(self, name: str) -> tuple[Part, ...]:
         """The row blocks of a tensor, in order."""
