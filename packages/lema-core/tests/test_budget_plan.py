@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lema_core.device import CpuDevice
 from lema_core.errors import BudgetError
 from lema_core.runtime.batch import TokenBatch
-from lema_core.store.budget import BudgetRequest, plan_budget
+from lema_core.store.budget import BudgetRequest, StepChoice, plan_budget
 from lema_core.testing.checking import CheckingStore
 from lema_core.testing.simulated import SimulatedAccelerator
 from lema_core.testing.toy import ToyConfig, granules_of, open_toy, write_toy
@@ -128,6 +128,140 @@ def test_no_plan_promises_more_than_there_is(
         assert request.smallest <= plan.device <= total and plan.device + request.device_step + MARGIN <= device_free
     if resident:
         assert (plan.ram if device_free is None else plan.device) == total
+
+
+# -- between weights and activations
+
+#: recomputing everything, keeping products, keeping graphs
+WAYS = (StepChoice(GB // 10, 10.0), StepChoice(GB // 2, 8.0), StepChoice(2 * GB, 7.0))
+SHARED = replace(CPU, total=4 * GB, ram_limit=5 * GB, ram_held=0, choices=WAYS)
+LEFT = 5 * GB - 5 * GB // 20 - GB
+
+
+def step_s(request: BudgetRequest, choice: StepChoice, window: int) -> float:
+    """Reading and computing at once, or in turns where the window is too small to read ahead."""
+    reading_s = request.passes * (request.total - window) / request.read_bytes_per_s
+    ahead = window >= min(request.comfortable, request.total)
+    return max(choice.compute_s, reading_s) if ahead else choice.compute_s + reading_s
+
+
+def test_where_computing_takes_longest_products_are_kept_before_the_window_grows() -> None:
+    plan = plan_budget(replace(SHARED, read_bytes_per_s=10 * GB))
+    assert plan.ram == LEFT - 2 * GB and plan.activations == 2 * GB
+    less = plan_budget(replace(SHARED, read_bytes_per_s=10 * GB, ram_limit=2 * GB))
+    assert less.activations == GB // 2 and less.ram == 2 * GB - 2 * GB // 20 - GB - GB // 2
+
+
+def test_where_reading_takes_longest_the_window_comes_first() -> None:
+    plan = plan_budget(replace(SHARED, read_bytes_per_s=GB // 20))
+    assert plan.activations == GB // 10 and plan.ram == LEFT - GB // 10
+
+
+def test_in_between_the_step_is_as_short_as_can_be() -> None:
+    """Reading 2 * 0.75 GB takes 8.3 s when products are kept, 2 * 2.25 GB 25 s when graphs are."""
+    request = replace(SHARED, read_bytes_per_s=0.18 * GB)
+    assert plan_budget(request).activations == GB // 2
+    # Without room to read ahead, each takes its turn.
+    turns = replace(request, comfortable=request.total, read_bytes_per_s=GB)
+    assert plan_budget(turns).activations == GB // 2
+    assert plan_budget(replace(turns, read_bytes_per_s=100 * GB)).activations == 2 * GB
+
+
+def test_what_the_weights_do_not_need_goes_to_activations() -> None:
+    plan = plan_budget(replace(SHARED, ram_limit=40 * GB))
+    assert plan.ram == SHARED.total and plan.activations == 40 * GB - 2 * GB - GB - SHARED.total
+    fixed = plan_budget(replace(SHARED, weights_ram=GB))
+    assert fixed.ram == GB and fixed.activations == LEFT - GB
+    one_way = replace(SHARED, weights_ram=GB, choices=WAYS[:1])
+    assert plan_budget(one_way).activations == LEFT - GB
+
+
+def test_a_cap_on_activations_is_kept() -> None:
+    request = replace(SHARED, read_bytes_per_s=10 * GB)
+    plan = plan_budget(replace(request, activations=GB))
+    assert plan.activations == GB // 2 and plan.ram == LEFT - GB // 2, "products, for graphs take more"
+    assert plan_budget(replace(request, activations=GB, ram_limit=40 * GB)).activations == GB
+    with pytest.raises(BudgetError) as refused:
+        plan_budget(replace(request, activations=GB // 10 - 1))
+    message = str(refused.value)
+    assert message.startswith("activations: 99,999,999 bytes are given, 100,000,000 are needed")
+    assert "raise activations_ram or activations_vram" in message and "\n" not in message
+
+
+def test_activations_of_a_device_are_its_own() -> None:
+    request = replace(SHARED, ram_step=0, device_free=4 * GB, device_step=GB, read_bytes_per_s=10 * GB)
+    plan = plan_budget(request)
+    assert plan.activations == 2 * GB and plan.device == 4 * GB - 4 * GB // 20 - GB - 2 * GB
+    assert plan.ram == min(request.total, 5 * GB - 5 * GB // 20), "RAM has none"
+    with pytest.raises(BudgetError, match=r"weights_vram: 40,000,000 bytes .* beside 4,100,000,000 for the step"):
+        plan_budget(replace(request, device_step=4 * GB))
+
+
+def test_where_only_one_way_is_allowed_and_does_not_fit_the_message_says_whose_doing_it_is() -> None:
+    request = replace(SHARED, ram_limit=3 * GB, choices=WAYS[2:])
+    with pytest.raises(BudgetError, match="leave gradient_checkpointing to lema"):
+        plan_budget(request)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 6 * GB), st.floats(0.1, 100)), min_size=1, max_size=5),
+    st.integers(1, 10 * GB),
+    st.integers(GB // 5, 12 * GB),
+    st.floats(1e7, 1e11),
+    st.one_of(st.none(), st.integers(0, 8 * GB)),
+    st.one_of(st.none(), st.integers(1, 8 * GB)),
+    st.one_of(st.none(), st.integers(GB // 5, 12 * GB)),
+    st.integers(0, 3 * GB),
+    st.booleans(),
+)
+def test_the_best_way_that_fits_is_taken_and_never_more_than_there_is(
+    ways: list[tuple[int, float]],
+    total: int,
+    memory: int,
+    read_bytes_per_s: float,
+    cap: int | None,
+    fixed: int | None,
+    device_free: int | None,
+    comfortable: int,
+    resident: bool,
+) -> None:
+    smallest = min(total, 30_000_000)
+    request = BudgetRequest(
+        total=total,
+        smallest=smallest,
+        ram_limit=memory,
+        ram_source="x",
+        ram_held=GB // 10,
+        ram_step=0,
+        device_free=device_free,
+        weights_ram=fixed if device_free is None else None,
+        weights_vram=None if device_free is None else fixed,
+        resident=resident,
+        choices=tuple(StepChoice(*way) for way in sorted(ways)),
+        activations=cap,
+        comfortable=comfortable,
+        read_bytes_per_s=read_bytes_per_s,
+    )
+    here = (memory - GB // 10) if device_free is None else device_free
+    limit = memory if device_free is None else device_free
+    left = here - max(MARGIN, limit // 20)
+    wanted = total if resident or fixed is None else min(fixed, total)
+    must_have = wanted if resident or fixed is not None else smallest
+    allowed = [c for c in request.choices if must_have + c.nbytes <= left and (cap is None or c.nbytes <= cap)]
+    try:
+        plan = plan_budget(request)
+    except BudgetError as error:
+        assert "\n" not in str(error)
+        assert not allowed or device_free is not None or (fixed is not None and fixed < smallest)
+        return
+    window = plan.ram if device_free is None else plan.device
+    assert window + plan.activations <= left and plan.activations >= request.choices[0].nbytes
+    assert cap is None or plan.activations <= cap
+    assert must_have <= window <= total
+    taken = [choice for choice in allowed if choice.nbytes <= plan.activations]
+    best = min(step_s(request, choice, min(wanted, left - choice.nbytes)) for choice in allowed)
+    assert min(step_s(request, choice, window) for choice in taken) == pytest.approx(best)
 
 
 # -- StreamedModel.sizes and the store
