@@ -29,8 +29,10 @@ from lema_core.store.trace import Trace
 _NUMBER_BYTES, _GRADIENT_BYTES, _MOMENT_BYTES = 4, 4, 8
 #: slots with which reads keep ahead of the compute
 _AHEAD = 8
-#: what the allocator's gaps and the kernels' scratch memory take: of the activations, and in any case
-_GAPS, _SCRATCH_BYTES = 0.2, 16_000_000
+#: what the allocator's gaps take of the activations
+_GAPS = 0.05
+#: what kernels keep between products: packed inputs, packed gradients, and all else
+_MOST_PACKED_BYTES, _MOST_SCRATCH_BYTES, _KEPT_BYTES = 16_000_000, 8_400_000, 7_000_000
 #: what an interpreter with torch and lema holds on a machine that is only thought of
 _INTERPRETER_BYTES = 300_000_000
 #: what a CUDA context takes of device memory
@@ -220,7 +222,7 @@ class RunPlan:
     @property
     def slack_bytes(self) -> int:
         """What the allocator's gaps and the kernels' scratch memory take beside them."""
-        return _allocated(self.activation_bytes) - self.activation_bytes
+        return _allocated(self.work, self.activation_bytes, self.work.shape.tokens) - self.activation_bytes
 
     def step_s(self, ram: int | None = None, device: int | None = None) -> float:
         """What a step would take with other amounts of memory in all; infinite where it could not run."""
@@ -258,17 +260,26 @@ def _target(config: LemaConfig) -> str:
 def step_choices(work: Workload, rates: Hardware, recompute: bool | None) -> tuple[StepChoice, ...]:
     """Ways to run a step, from the one that holds least on."""
     if work.shape is None:
-        return (StepChoice(_allocated(work.costs.evaluation_bytes(work.rows * work.tokens, work.tokens)), 0.0),)
+        tokens = work.rows * work.tokens
+        return (StepChoice(_allocated(work, work.costs.evaluation_bytes(tokens, work.tokens), tokens), 0.0),)
     choices = []
     for schedule in Scheduler(work.costs, None, recompute, lower_tier=True).ways(work.shape):
         seconds = compute_s(work.costs.trace(work.shape, schedule), rates)
         if schedule.boundary_bytes is not None:
             lower = sum(work.costs.boundaries(work.shape, schedule)) - schedule.boundary_bytes
             seconds += 2 * max(0, lower) / (rates.link_bytes_per_s or rates.disk_bytes_per_s)
-        choices.append(StepChoice(_allocated(work.costs.activation_bytes(work.shape, schedule)), seconds))
+        nbytes = _allocated(work, work.costs.activation_bytes(work.shape, schedule), work.shape.tokens)
+        choices.append(StepChoice(nbytes, seconds))
     return tuple(sorted(choices, key=lambda choice: choice.nbytes))
 
 
-def _allocated(activation_bytes: int) -> int:
+def _allocated(work: Workload, activation_bytes: int, tokens: int) -> int:
     """What a process is given for so many bytes of activations."""
-    return math.ceil(activation_bytes * (1 + _GAPS)) + _SCRATCH_BYTES
+    return math.ceil(activation_bytes * (1 + _GAPS)) + _scratch_bytes(work.model, tokens)
+
+
+def _scratch_bytes(model: StreamedModel, tokens: int) -> int:
+    """What kernels keep for products of so many columns."""
+    rows, columns = model.layout.largest_block
+    packed, gradients = min(_MOST_PACKED_BYTES, 4 * columns * tokens), min(_MOST_SCRATCH_BYTES, 4 * rows * tokens)
+    return packed + gradients + _KEPT_BYTES

@@ -147,10 +147,12 @@ class ModelRunner:
                         left[layer, number] = self._forward(group, layer, level, layer > how.first_layer)
             if logits is not None:
                 logits.update(self._logits(batches, groups))
-        # Blocks' temporaries are gone; what they lay in would stay resident beside the logits, and beside what follows.
+        # Blocks' temporaries are gone: what they lay in would stay resident beside the logits, and these beside the
+        # gradients' temporaries.
         self._device.trim()
         wants_dx = how.first_layer < self.adapter.n_layers
         loss = self._head(batches, groups, scale, wants_dx)
+        self._device.trim()
         for layer in range(self.adapter.n_layers - 1, how.first_layer - 1, -1):
             for number, group in enumerate(groups):
                 self._backward(group, layer, left.pop((layer, number)), layer > how.first_layer)

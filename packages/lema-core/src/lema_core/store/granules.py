@@ -96,6 +96,12 @@ class GranuleLayout:
         return self.slot_bytes * len(self.granules)
 
     @property
+    def largest_block(self) -> tuple[int, int]:
+        """The most rows and the most columns that one part of a matrix has."""
+        shapes = [part.shape for parts in self.parts.values() for part in parts if len(part.shape) == 2]
+        return max(rows for rows, _ in shapes), max(columns for _, columns in shapes)
+
+    @property
     def largest_layer(self) -> int:
         """Granules of the layer that has most."""
         return max(Counter(granule.layer for granule in self.granules if granule.layer is not None).values(), default=0)
