@@ -8,11 +8,11 @@ hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import pairwise
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,9 +40,9 @@ from lema_core.store.granules import Part
 from lema_core.store.model import StreamedModel
 from lema_core.store.trace import Work
 
-#: tokens of the two runs that an amount's constant part and its part per token are solved from: enough that what grows
-#: with them is more than what does not
-_FEW, _MORE = 32, 64
+#: tokens of the two runs that amounts are solved from. Those of the second pair fill whole vector registers, whatever
+#: the model's sizes: what torch allocates for rests differs between the runs of the first, where there are any.
+_FEW_AND_MORE = (8, 16), (64, 128)
 
 
 class Level(IntEnum):
@@ -75,9 +75,29 @@ class Amount:
         return self.fixed + self.per_token * tokens
 
     @classmethod
-    def through(cls, few: float, more: float) -> Amount:
-        per_token = (more - few) / (_MORE - _FEW)
-        return cls(few - per_token * _FEW, per_token)
+    def through(cls, few: tuple[int, float], more: tuple[int, float]) -> Amount:
+        """From two runs: tokens and what they took."""
+        per_token = (more[1] - few[1]) / (more[0] - few[0])
+        return cls(few[1] - per_token * few[0], per_token)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest of amounts: what holds most with few tokens need not do so with many."""
+
+    amounts: tuple[Amount, ...]
+
+    def at(self, tokens: int) -> float:
+        return max(amount.at(tokens) for amount in self.amounts)
+
+    @classmethod
+    def of(cls, amounts: Iterable[Amount]) -> Peak:
+        """Without those that are nowhere the largest."""
+        kept: list[Amount] = []
+        for amount in sorted(set(amounts), key=lambda amount: (amount.per_token, amount.fixed), reverse=True):
+            if not kept or amount.fixed > max(other.fixed for other in kept):
+                kept.append(amount)
+        return cls(tuple(kept))
 
 
 @dataclass(frozen=True)
@@ -96,7 +116,7 @@ class PieceCost:
     """``peak``: bytes alive at most beyond those before; ``left``: bytes alive at the end, results included."""
 
     doing: tuple[Doing, ...]
-    peak: Amount
+    peak: Peak
     left: Amount
 
 
@@ -149,12 +169,12 @@ class DryRun:
         self._pieces: dict[Hashable, Piece] = {}
         self._found: dict[Hashable, tuple[tuple[_Borrowed, ...], PieceCost]] = {}
 
-    @property
+    @cached_property
     def context(self) -> Amount:
         """Bytes of what all blocks share: token ids, positions, rotary tables."""
         few, more = (
-            sum(map(nbytes_of, (run.ids, *tensors_in(vars(run.ctx)))))
-            for run in (_Run(self, tokens, ALONE) for tokens in (_FEW, _MORE))
+            (run.tokens, sum(map(nbytes_of, (run.ids, *tensors_in(vars(run.ctx))))))
+            for run in (_Run(self, tokens, ALONE) for tokens in _FEW_AND_MORE[0])
         )
         return Amount.through(few, more)
 
@@ -197,13 +217,17 @@ class DryRun:
         self, layer: int | None, packing: Packing, what: Callable[[_Run], None]
     ) -> tuple[tuple[_Borrowed, ...], PieceCost]:
         """Run a piece of one layer; others that look like it cost the same and borrow likewise."""
-        self._set_gradients(layer)
-        # Once uncounted: what torch and kernels make at a first call, and keep, is no part of a step.
-        what(_Run(self, _MORE, packing))
-        few, more = (_Run(self, tokens, packing, counted=True) for tokens in (_FEW, _MORE))
-        what(few)
-        what(more)
-        self._set_gradients(None)
+        with _one_thread():
+            self._set_gradients(layer)
+            for tokens in _FEW_AND_MORE:
+                # Once uncounted: what torch and kernels make at a first call, and keep, is no part of a step.
+                what(_Run(self, tokens[1], packing))
+                few, more = (_Run(self, n, packing, counted=True) for n in tokens)
+                what(few)
+                what(more)
+                if len(few.counter.alive_bytes) == len(more.counter.alive_bytes):
+                    break
+            self._set_gradients(None)
         names = {name: place for place, name in enumerate(self._names.get(layer, ()))}
         borrowed = tuple(
             _Borrowed(names.get(part.tensor), part, self._model.layout.parts[part.tensor].index(part))
@@ -234,6 +258,17 @@ class DryRun:
                 parameter.grad = torch.zeros_like(parameter) if f"{name}.weight" in here else None
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """So few numbers take longer to share out than to compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class _Borrowed:
     """A part that a piece borrows: of the ``place``-th tensor of its layer (None: outside it), its ``index``-th."""
@@ -256,12 +291,11 @@ class _Run:
         self.dtype = dry.dtype
         biased = dry._model.biased_modules
         self.ops = CountingOps(self.weights, self.kernels, torch.device("cpu"), self.dtype, dry._updates, biased)
-        bounds = (0, tokens - tokens // 8, tokens) if packing.several else (0, tokens)
-        self.segments = tuple(
-            # Where one needs a mask, the other does not: a kernel may have two ways then, and hold what both take.
-            _segment(number, start, stop, packing.masked and number == 0)
-            for number, (start, stop) in enumerate(pairwise(bounds))
-        )
+        # Where one needs a mask, the other does not: a kernel may have two ways then, and hold what both take.
+        first = tokens - tokens // 4 if packing.several else tokens
+        self.segments = (_segment(0, 0, first, 2, packing.masked),)
+        if packing.several:
+            self.segments += (_segment(1, first, tokens, 1, False),)
         self.ids = torch.zeros(1, tokens, dtype=torch.int64)
         self.ctx = ForwardContext(torch.arange(tokens)[None], segments=self.segments)
         self.adapter.prepare(self.ctx)
@@ -340,17 +374,19 @@ class _Run:
             self._finish(result)
 
 
-def _segment(micro_batch: int, start: int, stop: int, masked: bool) -> Segment:
-    tokens = (stop - start) // 2
-    mask = torch.ones(2, tokens, tokens, dtype=torch.bool) if masked else None
-    return Segment(start, stop, 2, tokens, micro_batch, mask)
+def _segment(micro_batch: int, start: int, stop: int, rows: int, masked: bool) -> Segment:
+    tokens = (stop - start) // rows
+    mask = torch.ones(rows, tokens, tokens, dtype=torch.bool) if masked else None
+    return Segment(start, stop, rows, tokens, micro_batch, mask)
 
 
 def _cost(few: _Run, more: _Run) -> PieceCost:
+    def amount(few_bytes: float, more_bytes: float) -> Amount:
+        return Amount.through((few.tokens, few_bytes), (more.tokens, more_bytes))
+
     doing = tuple(
-        Doing(a.flops / few.tokens, a.pair_flops, Amount.through(a.touched_bytes, b.touched_bytes), a.operations)
+        Doing(a.flops / few.tokens, a.pair_flops, amount(a.touched_bytes, b.touched_bytes), a.operations)
         for a, b in zip(few.weights.steps, more.weights.steps, strict=True)
     )
-    pairs = ((few.counter.peak_bytes, more.counter.peak_bytes), (few.counter.left_bytes, more.counter.left_bytes))
-    peak, left = (Amount.through(*pair) for pair in pairs)
-    return PieceCost(doing, peak, left)
+    peak = Peak.of(map(amount, *(run.counter.alive_bytes for run in (few, more))))
+    return PieceCost(doing, peak, amount(few.counter.left_bytes, more.counter.left_bytes))

@@ -116,20 +116,20 @@ class CountingOps(StreamedOps):
 
 
 class ByteCounter(TorchDispatchMode):
-    """Bytes of the storages that operations make while it is entered: alive at most, beyond those alive when a piece
-    starts, alive at the end, and touched."""
+    """Bytes of the storages that operations make while it is entered: alive after each that makes one, beyond those
+    alive when a piece starts, alive at the end, and touched."""
 
     def __init__(self, weights: StandInWeights) -> None:
         super().__init__()
         self._weights = weights
         self._alive: dict[int, tuple[Any, int]] = {}
         self._bytes_before = 0
-        self.peak_bytes = 0
+        self.alive_bytes = [0]
         self.left_bytes = 0
 
     def start(self) -> None:
         self._drop_dead()
-        self._bytes_before, self.peak_bytes = self._bytes_alive(), 0
+        self._bytes_before, self.alive_bytes = self._bytes_alive(), [0]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -141,12 +141,14 @@ class ByteCounter(TorchDispatchMode):
         known = {tensor.untyped_storage()._cdata for tensor in given}
         result = func(*args, **(kwargs or {}))
         made = list(tensors_in(result))
+        self._drop_dead()
+        before = len(self._alive)
         for tensor in made:
             storage = tensor.untyped_storage()
             if storage._cdata not in known and storage._cdata not in self._alive:
                 self._alive[storage._cdata] = storage._weak_ref(), storage.nbytes()
-        self._drop_dead()
-        self.peak_bytes = max(self.peak_bytes, self._bytes_alive() - self._bytes_before)
+        if len(self._alive) > before:
+            self.alive_bytes.append(self._bytes_alive() - self._bytes_before)
         self._weights.step.operations += 1
         if not func.is_view:
             self._weights.step.touched_bytes += sum(map(nbytes_of, (*given, *made)))
