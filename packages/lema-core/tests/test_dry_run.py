@@ -89,10 +89,10 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ToyConfig, fl
     """Runners of a model with LoRA everywhere, from the lowest trained layer on."""
 
     @cache
-    def of(config: ToyConfig, lora_dropout: float, first_layer: int = 0) -> ModelRunner:
+    def of(config: ToyConfig, lora_dropout: float, first_layer: int = 0, rank: int = 4) -> ModelRunner:
         names = [n for n in linear_names(config) if "layers" not in n or int(n.split(".")[2]) >= first_layer]
         tensors = write_toy(tmp_path_factory.mktemp("toy"), config, dtypes=(torch.bfloat16,))
-        updates = toy_updates(config, names, 4, lora_dropout)
+        updates = toy_updates(config, names, rank, lora_dropout)
         return open_toy(config, tensors, CpuDevice(), updates, make_store=partial(CheckingStore, tensors))
 
     return of
@@ -135,6 +135,22 @@ def test_a_step_takes_what_was_expected_and_not_much_less(
     taken, expected = peak_allocated(step), forced.expected_bytes
     assert taken <= expected, f"{taken:,} bytes were allocated, {expected:,} expected"
     assert expected <= 1.15 * taken, f"{expected:,} bytes are set aside, {taken:,} are used"
+
+
+@pytest.mark.parametrize("tokens", [20, 90])
+@pytest.mark.parametrize("levels", [(R, R, R), (G, G, G)])
+def test_gradients_of_large_lora_weights_are_expected_for_few_tokens_as_for_many(runners, levels, tokens: int) -> None:
+    """They take most of what few tokens take, and little of what many do."""
+    runner = runners(WIDE, 0.0, rank=150)
+    runner.scheduler = forced = Forced(runner.scheduler.costs, ((0, 1),), levels)
+    batches = batches_of(WIDE, [(1, tokens, False), (2, tokens, False)])
+
+    def step() -> None:
+        runner.train_step(batches, TrainPass(0, 0), 0)
+
+    step()
+    taken, expected = peak_allocated(step), forced.expected_bytes
+    assert taken <= expected <= 1.15 * taken, f"{taken:,} {expected:,}"
 
 
 @pytest.mark.parametrize("first_layer", [2, 3])
