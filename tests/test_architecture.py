@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,9 @@ def test_import_contracts_hold() -> None:
 def test_what_is_imported_is_declared(project: str) -> None:
     tomllib = pytest.importorskip("tomllib")
     pyproject = tomllib.loads((PROJECTS[project] / "pyproject.toml").read_text())
-    declared = {normalise(re.match(r"[\w.-]+", each)[0]) for each in pyproject["project"]["dependencies"]}
+    extras = pyproject["project"].get("optional-dependencies", {}).values()
+    needed = chain(pyproject["project"]["dependencies"], *extras)
+    declared = {normalise(re.match(r"[\w.-]+", each)[0]) for each in needed}
     distributions = metadata.packages_distributions()
     undeclared = {
         module

@@ -215,7 +215,7 @@ def dropout_run(llamas, oracle, recompute: bool | None) -> tuple[list[float], li
     for parameter in model.get_trainable_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.clone()))
     losses = [trainer.train_step(token_ids(3), return_logits=False)[1] for _ in range(2)]
-    assert len(kept) == 2 * 2 * 56
+    assert len(kept) == 2 * 56
     return losses, kept
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,12 +165,16 @@ def test_b24_a_masked_micro_batch_counts_as_left_out(trained) -> None:
 def poison(model: LemaModel, name: str, value: float = math.nan) -> Callable[[], None]:
     """One element of this parameter's gradient becomes ``value`` from now on; returns what stops it."""
 
-    def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.clone()
-        gradient.view(-1)[3] = value
-        return gradient
+    runner, parameter = model.runner, model.lora.parameters()[name]
+    compute = runner.train_step
 
-    return model.lora.parameters()[name].register_hook(spoil).remove
+    def spoilt(*arguments: Any) -> float:
+        loss = compute(*arguments)
+        parameter.grad.view(-1)[3] = value
+        return loss
+
+    runner.train_step = spoilt
+    return lambda: delattr(runner, "train_step")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
