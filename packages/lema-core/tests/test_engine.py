@@ -67,9 +67,8 @@ def walk(store: TensorStore, trace: Trace, parts: list) -> None:
     store.end_step()
 
 
-def lema_threads() -> list[str]:
-    names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith(("lema", "simulated"))]
+def lema_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith(("lema", "simulated"))}
 
 
 def open_files() -> set[str]:
@@ -374,25 +373,26 @@ def test_nothing_grows_from_step_to_step(tensors: dict[str, TensorInfo], new_dev
 def test_close_leaves_no_thread_and_no_open_file(
     tensors: dict[str, TensorInfo], new_device: Callable[..., Device]
 ) -> None:
-    assert not lema_threads()
+    threads, files = lema_threads(), open_files()
     runner = opened(tensors, new_device())
     runner.logits(TokenBatch.of(IDS))
-    assert lema_threads() and open_files()
+    assert lema_threads() - threads and open_files() - files
     runner.store.close()
     runner.store.close()
-    assert not lema_threads() and not open_files()
+    assert not lema_threads() - threads and not open_files() - files
     with pytest.raises(PlanError, match="closed"):
         runner.logits(TokenBatch.of(IDS))
 
 
 def test_close_in_the_middle_of_a_step(tensors: dict[str, TensorInfo], new_device: Callable[..., Device]) -> None:
+    threads, files = lema_threads(), open_files()
     runner = opened(tensors, new_device())
     trace, parts = forward_trace(runner.store)
     runner.store.begin_step(trace)
     with runner.store.borrow(parts[0]):
         pass
     runner.store.close()
-    assert not lema_threads() and not open_files()
+    assert not lema_threads() - threads and not open_files() - files
 
 
 def test_close_gives_the_slabs_back(tensors: dict[str, TensorInfo]) -> None:
