@@ -32,24 +32,28 @@ class DiskReader:
         file."""
         self._fill(granule.reads, slot, granule.names)
 
-    def read(self, path: Path, offset: int, target: memoryview, needed_bytes: int, names: tuple[str, ...]) -> None:
+    def read(self, path: Path, offset: int, target: memoryview, needed_bytes: int, names: tuple[str, ...]) -> int:
         """Fill ``target`` from ``offset`` on; at least ``needed_bytes`` must be there, the rest may lie past the file's
-        end."""
-        self._fill([Read(path, offset, len(target), needed_bytes, 0)], target, names)
+        end. Returns the bytes that were read."""
+        return self._fill([Read(path, offset, len(target), needed_bytes, 0)], target, names)
 
-    def _fill(self, wanted: Sequence[Read], slot: memoryview, names: tuple[str, ...]) -> None:
+    def _fill(self, wanted: Sequence[Read], slot: memoryview, names: tuple[str, ...]) -> int:
+        total = 0
         while wanted:
             ranges = [self._range(read, slot) for read in wanted]
             self._reads.read(ranges)
             complete = next((i for i, each in enumerate(ranges) if not each.complete), len(ranges))
+            done = sum(each.done_bytes for each in ranges[:complete])
+            total += done
             with self._lock:
-                self.bytes_read += sum(each.done_bytes for each in ranges[:complete])
+                self.bytes_read += done
             wanted = wanted[complete:]
             if wanted:
                 failed = ranges[complete]
                 if failed.error != errno.EINVAL or not failed.direct:
                     raise _failure(wanted[0], failed, names)
                 self._reopen_buffered(wanted[0].path)
+        return total
 
     def _range(self, read: Read, slot: memoryview) -> Range:
         target = slot[read.slot_offset : read.slot_offset + read.nbytes]

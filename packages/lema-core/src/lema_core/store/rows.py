@@ -108,8 +108,8 @@ class RowCache:
         last = first + len(rows) * self._row_bytes
         low = first - first % SECTOR_BYTES
         span = -(-(last - low) // SECTOR_BYTES) * SECTOR_BYTES
-        self._reader.read(self._info.segment.path, low, self._bounce_memory[:span], last - low, (self._info.name,))
-        self.bytes_read += span
+        target, names = self._bounce_memory[:span], (self._info.name,)
+        self.bytes_read += self._reader.read(self._info.segment.path, low, target, last - low, names)
         found = self._bounce[first - low : last - low]
         if found.storage_offset() % self._info.dtype.itemsize:
             found = found.clone()
