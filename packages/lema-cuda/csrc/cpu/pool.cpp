@@ -29,8 +29,6 @@ struct Pool {
   std::atomic<int> running_now{0};
 };
 
-std::atomic<Pool *> current{nullptr};
-
 void spin_while(const std::atomic<unsigned> &value, unsigned old) {
   for (int i = 0; i < SPINS && value.load(std::memory_order_acquire) == old; ++i) _mm_pause();
 }
@@ -58,30 +56,11 @@ void *serve(void *argument) {
   return nullptr;
 }
 
-// In a forked child the threads are gone and the locks are as they happened to be: it starts with a new pool.
-void forget() { current.store(nullptr); }
-
-// Never freed: its threads use it until the process ends.
-Pool &pool_of_process() {
-  static const int registered = pthread_atfork(nullptr, nullptr, forget);
-  static_cast<void>(registered);
-  Pool *pool = current.load();
-  if (pool == nullptr) {
-    Pool *const made = new Pool;
-    if (current.compare_exchange_strong(pool, made)) {
-      pool = made;
-    } else {
-      delete made;
-    }
-  }
-  return *pool;
-}
-
 }  // namespace
 
 void run_in_pool(int threads, void (*body)(void *, int), void *context) {
   if (threads <= 1) return body(context, 0);
-  Pool &pool = pool_of_process();
+  Pool &pool = pool_of_process<Pool>();
   std::unique_lock<std::mutex> mine(pool.caller, std::try_to_lock);
   if (!mine.owns_lock()) return body(context, 0);
   {

@@ -76,8 +76,6 @@ struct Pool {
   int helpers = 0;
 };
 
-std::atomic<Pool *> current{nullptr};
-
 // Bytes read; `problem` is an errno. Of the calling thread, an interrupted read is a problem: its signal waits for Python.
 int64_t read_piece(const lema_range &r, const Piece &piece, bool helper, int32_t &problem) {
   char *const target = static_cast<char *>(r.target) + piece.start;
@@ -127,25 +125,6 @@ void *serve(void *argument) {
   return nullptr;
 }
 
-// In a forked child the helpers are gone and the locks are as they happened to be: it starts with a new pool.
-void forget() { current.store(nullptr); }
-
-// Never freed: its threads use it until the process ends.
-Pool &pool_of_process() {
-  static const int registered = pthread_atfork(nullptr, nullptr, forget);
-  static_cast<void>(registered);
-  Pool *pool = current.load();
-  if (pool == nullptr) {
-    Pool *const made = new Pool;
-    if (current.compare_exchange_strong(pool, made)) {
-      pool = made;
-    } else {
-      delete made;
-    }
-  }
-  return *pool;
-}
-
 void run(Pool &pool, Job &job) {
   std::unique_lock<std::mutex> lock(pool.mutex);
   if (job.helpers > 0) {
@@ -186,7 +165,7 @@ extern "C" int32_t lema_read(struct lema_range *ranges, int64_t count, int64_t r
   job.request_bytes = request_bytes;
   // A lone piece is read by the caller, who can be interrupted.
   job.helpers = static_cast<int>(pieces < depth ? (pieces > 0 ? pieces - 1 : 0) : depth - 1);
-  run(pool_of_process(), job);
+  run(pool_of_process<Pool>(), job);
   // Of whole ranges: a large page of the cache that two pieces share would belong to neither.
   for (int64_t i = 0; i < count; ++i)
     if (!ranges[i].direct) posix_fadvise(ranges[i].file, ranges[i].offset, ranges[i].bytes, POSIX_FADV_DONTNEED);

@@ -18,13 +18,8 @@ from lema_cuda.library import open_library, raise_for
 
 #: enum lema_dtype
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-#: enum lema_error
+#: of enum lema_error
 _SMALL_SCRATCH = 2
-_ERRORS = {
-    1: "a bad argument",
-    _SMALL_SCRATCH: "too little scratch",
-    3: "a CPU feature that is missing",
-}
 #: beyond it, inputs are packed in parts by each product instead of once for all
 _MOST_PACKED_BYTES = 16 << 20
 
