@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lema_core.errors import CheckpointError
+from lema_core.files import replacing
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|del)-(?P<pid>\d{1,9})")
@@ -98,18 +99,14 @@ def check_free_space(path: Path, needed_bytes: int) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` so that ``path`` is never seen in part; synced. Raises CheckpointError when the disk refuses."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     try:
-        with open(partial, "w", encoding="utf-8") as file:
+        with replacing(path) as partial, open(partial, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager

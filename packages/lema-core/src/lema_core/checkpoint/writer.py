@@ -19,6 +19,7 @@ from torch import Tensor
 from lema_core.checkpoint.header import DTYPE_NAMES, LENGTH_BYTES, MAX_HEADER_BYTES
 from lema_core.checkpoint.reading import tensor_bytes
 from lema_core.errors import CheckpointError
+from lema_core.files import replacing
 
 #: data starts at a multiple of this: the largest block size that direct reads ask for
 ALIGNMENT_BYTES = 4096
@@ -38,9 +39,8 @@ def write_safetensors(
     """
     listed = list(tensors)
     header = _header_bytes(path, listed, {"format": "pt", **(metadata or {})})
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, "wb", buffering=0) as file:
+        with replacing(path) as partial, open(partial, "wb", buffering=0) as file:
             _write_all(file.write, memoryview(header))
             for name, dtype, shape, get in listed:
                 tensor = get().detach()
@@ -54,11 +54,8 @@ def write_safetensors(
                 del tensor  # before the next one is asked for
             if fsync:
                 os.fsync(file.fileno())
-        os.replace(partial, path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _header_bytes(path: Path, tensors: list[TensorToWrite], metadata: Mapping[str, str]) -> bytes:
