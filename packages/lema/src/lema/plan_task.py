@@ -135,7 +135,7 @@ def _moved(run: RunPlan) -> Iterator[Row]:
         yield Row("weights, RAM to device", format_bytes(step.copied_bytes))
     # Which rows a step needs, and which of them are there already, only its tokens say.
     yield Row("embedding rows, disk to RAM", f"at most {format_bytes(run.work.shape.tokens * model.row_bytes)}")
-    below = {tier: nbytes for tier, nbytes in run.boundaries.items() if nbytes and tier is not Tier.DEVICE}
+    below = {tier: sum(sizes) for tier, sizes in run.boundaries.items() if sizes and tier is not Tier.DEVICE}
     for tier, nbytes in below.items():
         where = "RAM" if tier is Tier.RAM else "disk"
         yield Row(f"activations, to {where} and back", format_bytes(nbytes))

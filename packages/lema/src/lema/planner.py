@@ -208,13 +208,13 @@ class RunPlan:
         return predict_step(self.trace, self.steady.plan, granules, self.machine.rates)
 
     @cached_property
-    def boundaries(self) -> dict[Tier, int]:
-        """Bytes of blocks' inputs that such a step keeps for their gradient, by where they lie."""
+    def boundaries(self) -> dict[Tier, list[int]]:
+        """Bytes of the blocks' inputs that such a step keeps for their gradient, by where they lie."""
         sizes = self.work.costs.boundaries(self.work.shape, self.schedule)
         tiers = place(sizes, self.schedule.boundary_bytes, 0 if self.machine.shares_ram else None)
-        return {tier: sum(n for n, at in zip(sizes, tiers, strict=True) if at is tier) for tier in Tier}
+        return {tier: [n for n, at in zip(sizes, tiers, strict=True) if at is tier] for tier in Tier}
 
-    @property
+    @cached_property
     def activation_bytes(self) -> int:
         """The most that such a step holds of activations."""
         return self.work.costs.activation_bytes(self.work.shape, self.schedule)

@@ -46,8 +46,9 @@ def tier_memory(run: RunPlan) -> dict[str, TierMemory]:
 def predicted(run: RunPlan) -> dict[str, Any]:
     """For summary.json, under the names that :func:`measured` has. ``ram_peak_bytes`` and ``device_peak_bytes`` are of
     the weights and of blocks' inputs, ``process_peak_bytes`` of all that is in RAM."""
-    step, tiers, inputs = run.prediction, tier_memory(run), run.boundaries
-    spilled = whole_sectors(inputs[Tier.DISK]) if inputs[Tier.DISK] else 0
+    step, tiers = run.prediction, tier_memory(run)
+    spilled = sum(map(whole_sectors, run.boundaries[Tier.DISK]))
+    inputs = {tier: sum(sizes) for tier, sizes in run.boundaries.items()}
     return {
         "step_s": step.step_s,
         "wait_s": step.wait_s,

@@ -10,10 +10,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import os
 import platform
 import re
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -28,13 +26,14 @@ from torch import Tensor
 
 from lema_core.cache import cache_folder
 from lema_core.device import Device
+from lema_core.files import replacing
 from lema_core.memory import format_bytes, process_memory_limit
 from lema_core.ops.gradient import backward_from
 from lema_core.ops.linear import LinearKernel
 from lema_core.planning.hardware import Hardware
 from lema_core.planning.predict import compute_s
 from lema_core.store.disk import DiskReader
-from lema_core.store.granules import SECTOR_BYTES
+from lema_core.store.granules import SECTOR_BYTES, whole_sectors
 from lema_core.store.trace import Trace
 
 TOKENS = (16, 64, 256, 1024)
@@ -206,7 +205,7 @@ def _time_reads(reader: DiskReader, path: Path, target: Tensor) -> list[float]:
         reader.read(path, 0, memory[:SECTOR_BYTES], min(size, SECTOR_BYTES), (path.name,))
         while not taken or (time.perf_counter() < stop and len(taken) * len(memory) < _MOST_READ_BYTES):
             offset = len(taken) * stride % places * len(memory)
-            length = min(len(memory), -(-(size - offset) // SECTOR_BYTES) * SECTOR_BYTES)
+            length = min(len(memory), whole_sectors(size - offset))
             before = time.perf_counter()
             reader.read(path, offset, memory[:length], min(length, size - offset), (path.name,))
             taken.append(time.perf_counter() - before)
@@ -263,7 +262,7 @@ def _product_rate(
         nonlocal offset
         nbytes = rows * columns * kind.itemsize
         tensor = arena[offset : offset + nbytes].view(kind).view(rows, columns)
-        offset += -(-nbytes // SECTOR_BYTES) * SECTOR_BYTES
+        offset += whole_sectors(nbytes)
         # Zeros would let a GPU clock higher than numbers do.
         return tensor.normal_(generator=generator)
 
@@ -375,9 +374,8 @@ def _save(file: Path, key: Mapping[str, str], rates: Rates, measured: str, say: 
     text = json.dumps({"format": _FORMAT, "measured": measured, "key": key, "rates": asdict(rates)}, indent=2)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as out:
-            out.write(text + "\n")
-        os.replace(out.name, file)
+        with replacing(file) as partial:
+            partial.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         say(f"flight check: {file}: not kept: {error.strerror or error}; LEMA_CACHE says where it goes")
         return None

@@ -104,11 +104,7 @@ class ModelRunner:
         if n_targets == 0:
             raise DataError("every label of this step is masked: there is nothing to learn from")
         learning = {index: batch for index, batch in enumerate(batches) if batch.n_targets}
-        shape = StepShape(
-            tuple(map(_shape_of, learning.values())),
-            how.first_layer,
-            logits is not None,
-        )
+        shape = StepShape(tuple(map(_shape_of, learning.values())), how.first_layer, logits is not None)
         schedule = self.scheduler.choose(shape)
         if logits is not None:
             logits.clear()
@@ -139,12 +135,12 @@ class ModelRunner:
                 with self._ops.during(group.first_pass):
                     group.x_1NC = self.adapter.embed(self._ops, group.ids_1N, group.ctx)
             for layer in range(self.adapter.n_layers):
-                for number, group in enumerate(groups):
+                for group in groups:
                     if layer < how.first_layer:
                         group.x_1NC = self._block(group, layer, group.x_1NC, group.first_pass)
                     else:
                         level = schedule.levels[layer]
-                        left[layer, number] = self._forward(group, layer, level, layer > how.first_layer)
+                        left[layer, group.number] = self._forward(group, layer, level, layer > how.first_layer)
             if logits is not None:
                 logits.update(self._logits(batches, groups))
         # Blocks' temporaries are gone: what they lay in would stay resident beside the logits, and these beside the
@@ -154,8 +150,8 @@ class ModelRunner:
         loss = self._head(batches, groups, scale, wants_dx)
         self._device.trim()
         for layer in range(self.adapter.n_layers - 1, how.first_layer - 1, -1):
-            for number, group in enumerate(groups):
-                self._backward(group, layer, left.pop((layer, number)), layer > how.first_layer)
+            for group in groups:
+                self._backward(group, layer, left.pop((layer, group.number)), layer > how.first_layer)
         return loss
 
     def _group(self, number: int, batches: Mapping[int, TokenBatch], seed: int, step: int) -> _Group:

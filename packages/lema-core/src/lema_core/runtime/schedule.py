@@ -84,12 +84,8 @@ class StepCosts:
 
     def __init__(self, dry: DryRun) -> None:
         self._dry = dry
-        self._n_layers = dry.adapter.n_layers
+        self.n_layers = dry.adapter.n_layers
         self.evaluation = lru_cache(maxsize=64)(self._evaluation)
-
-    @property
-    def n_layers(self) -> int:
-        return self._n_layers
 
     # -- what is borrowed, and what is computed in between
 
@@ -98,7 +94,7 @@ class StepCosts:
         return _trace(("train", shape, schedule), self._pieces(shape, schedule))
 
     def _pieces(self, shape: StepShape, schedule: StepSchedule) -> list[tuple[Piece, int, int]]:
-        dry, n_layers = self._dry, self._n_layers
+        dry, n_layers = self._dry, self.n_layers
         groups = [(*_group_size(shape, group), _packing(shape, group)) for group in schedule.groups]
         pieces = [(dry.embed(), tokens, row) for tokens, row, _ in groups]
         for layer in range(n_layers):
@@ -121,7 +117,7 @@ class StepCosts:
         tokens."""
         dry = self._dry
         pieces = [(dry.embed(), tokens, row_tokens)]
-        pieces += [(dry.evaluation(layer), tokens, row_tokens) for layer in range(self._n_layers)]
+        pieces += [(dry.evaluation(layer), tokens, row_tokens) for layer in range(self.n_layers)]
         pieces += [(dry.head(False, False), chunk, 1) for chunk in chunks]
         return _trace(("evaluate", tokens, row_tokens, chunks), pieces)
 
@@ -129,17 +125,14 @@ class StepCosts:
 
     def boundaries(self, shape: StepShape, schedule: StepSchedule) -> list[int]:
         """Bytes of the inputs that blocks leave for their gradient, in the order of the forward pass."""
-        return [
-            int(self._dry.boundary.at(_group_size(shape, group)[0]))
-            for layer in range(shape.first_layer, self._n_layers)
-            if schedule.levels[layer] is not Level.GRAPH
-            for group in schedule.groups
-        ]
+        sizes = [int(self._dry.boundary.at(_group_size(shape, group)[0])) for group in schedule.groups]
+        kept = sum(level is not Level.GRAPH for level in schedule.levels[shape.first_layer :])
+        return sizes * kept
 
     def activation_bytes(self, shape: StepShape, schedule: StepSchedule) -> int:
         """The most bytes of activations, kept products and graphs included, that a step holds at once where it
         computes."""
-        dry, n_layers = self._dry, self._n_layers
+        dry, n_layers = self._dry, self.n_layers
         groups = [(i, _group_size(shape, group)[0], _packing(shape, group)) for i, group in enumerate(schedule.groups)]
         masks = [self._mask_bytes(shape, group) for group in schedule.groups]
         most = math.inf if schedule.boundary_bytes is None else schedule.boundary_bytes
@@ -200,7 +193,7 @@ class StepCosts:
         if tokens > row_tokens:
             # Of several rows, shorter ones may be padded: a mask, and again as numbers.
             alive += tokens * row_tokens * (1 + dry.dtype.itemsize)
-        blocks = max((dry.evaluation(layer).cost.peak.at(tokens) for layer in range(self._n_layers)), default=0)
+        blocks = max((dry.evaluation(layer).cost.peak.at(tokens) for layer in range(self.n_layers)), default=0)
         head = dry.head(False, False).cost.peak.at(min(tokens, chunk_tokens(dry.adapter.vocab_size)))
         return int(alive + max(blocks, head))
 

@@ -189,7 +189,7 @@ def _place(index: int, pieces: Sequence[tuple[StreamedTensor, int, int]]) -> tup
     ranges.sort(key=lambda r: (str(r[0]), r[1]))
     spans: list[list] = []
     for path, first, last, *_ in ranges:
-        low, high = first - first % SECTOR_BYTES, -(-last // SECTOR_BYTES) * SECTOR_BYTES
+        low, high = first - first % SECTOR_BYTES, whole_sectors(last)
         if spans and spans[-1][0] == path and low - spans[-1][2] <= _MERGE_GAP_BYTES:
             spans[-1][2] = max(spans[-1][2], high)
             spans[-1][3] = max(spans[-1][3], last)

@@ -13,7 +13,7 @@ from lema_core.device import map_ram
 from lema_core.errors import DataError
 from lema_core.ops.widen import TorchWiden, Widen
 from lema_core.store.disk import DiskReader
-from lema_core.store.granules import SECTOR_BYTES
+from lema_core.store.granules import SECTOR_BYTES, whole_sectors
 
 if TYPE_CHECKING:
     from lema_core.checkpoint.segments import TensorInfo
@@ -25,7 +25,7 @@ def bounce_bytes(info: TensorInfo) -> int:
     """Sector-aligned bytes that rows of [V, C] ``info`` are read into: one row at least, the whole tensor at most."""
     row_bytes = info.shape[1] * info.dtype.itemsize
     wanted = max(row_bytes, min(_BOUNCE_BYTES, info.shape[0] * row_bytes))
-    return -(-wanted // SECTOR_BYTES) * SECTOR_BYTES + 2 * SECTOR_BYTES
+    return whole_sectors(wanted) + 2 * SECTOR_BYTES
 
 
 class RowCache:
@@ -107,7 +107,7 @@ class RowCache:
         first = self._info.segment.offset + rows[0] * self._row_bytes
         last = first + len(rows) * self._row_bytes
         low = first - first % SECTOR_BYTES
-        span = -(-(last - low) // SECTOR_BYTES) * SECTOR_BYTES
+        span = whole_sectors(last - low)
         target, names = self._bounce_memory[:span], (self._info.name,)
         self.bytes_read += self._reader.read(self._info.segment.path, low, target, last - low, names)
         found = self._bounce[first - low : last - low]
