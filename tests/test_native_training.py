@@ -12,8 +12,7 @@ from lema.doctor import print_report
 from lema_core.errors import ConfigError
 from lema_core.plugins import PluginManager
 from lema_core.runtime.dry_run import Level
-from lema_core.runtime.schedule import Groups, StepCosts, StepSchedule, StepShape
-from lema_core.store.trace import Trace
+from lema_core.testing.forced import ForcedSchedule
 from lema_cuda.library import refusals
 
 
@@ -41,20 +40,6 @@ def test_losses_are_those_of_plain_torch(variant: str, llamas, native) -> None:
     assert losses(llamas, variant, backend="cpp") == pytest.approx(python, rel=1e-6)
 
 
-class Grouped:
-    """Stands in for the scheduler: micro-batches in these groups, every layer recomputed."""
-
-    def __init__(self, costs: StepCosts, groups: Groups) -> None:
-        self.costs = costs
-        self.groups = groups
-
-    def choose(self, shape: StepShape) -> StepSchedule:
-        return StepSchedule(self.groups, (Level.RECOMPUTE,) * self.costs.n_layers)
-
-    def trace(self, shape: StepShape, schedule: StepSchedule) -> Trace:
-        return self.costs.trace(shape, schedule)
-
-
 @pytest.mark.parametrize("backend", ["python", "cpp"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_micro_batches_packed_together_equal_those_apart(backend: str, threads: int, llamas, native) -> None:
@@ -66,7 +51,8 @@ def test_micro_batches_packed_together_equal_those_apart(backend: str, threads: 
         options = {"backend": backend, "batch_size": 2, "learning_rate": 1e-2, "num_threads": threads}
         model = llamas.with_lora(folder, **options)
         trainer = model.get_trainer()
-        model.runner.scheduler = Grouped(model.runner.scheduler.costs, groups)
+        costs = model.runner.scheduler.costs
+        model.runner.scheduler = ForcedSchedule(costs, groups, [Level.RECOMPUTE] * costs.n_layers)
         losses = [trainer.train_step(ids, ids, return_logits=False)[1] for _ in range(2)]
         found.append((losses, [parameter.detach().clone() for parameter in model.get_trainable_parameters()]))
         model.close()

@@ -4,19 +4,19 @@ that pass one by one with everything resident, bit for bit; and a step holds wha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from lema import LemaModel
 from lema_core.runtime.batch import TokenBatch
 from lema_core.runtime.dry_run import Level
 from lema_core.runtime.runner import TrainPass
-from lema_core.runtime.schedule import Groups, StepCosts, StepSchedule, StepShape
-from lema_core.store.trace import Trace
+from lema_core.runtime.schedule import Groups
+from lema_core.testing.allocations import peak_allocated
+from lema_core.testing.forced import ForcedSchedule
 from lema_cuda.library import refusals
 
 R, K, G = Level.RECOMPUTE, Level.KEEP, Level.GRAPH
@@ -36,26 +36,6 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-class Forced:
-    """Stands in for the scheduler with one schedule for every step."""
-
-    def __init__(self, costs: StepCosts, groups: Groups, levels: Sequence[Level]) -> None:
-        self.costs = costs
-        self.schedule = StepSchedule(groups, tuple(levels))
-        self.shape: StepShape | None = None
-
-    def choose(self, shape: StepShape) -> StepSchedule:
-        self.shape = shape
-        return self.schedule
-
-    def trace(self, shape: StepShape, schedule: StepSchedule) -> Trace:
-        return self.costs.trace(shape, schedule)
-
-    @property
-    def expected_bytes(self) -> int:
-        return self.costs.activation_bytes(self.shape, self.schedule)
-
-
 def batch(seed: int, spec: Spec) -> TokenBatch:
     rows, tokens, padding = spec
     ids = torch.randint(0, 128, (rows, tokens), generator=torch.Generator().manual_seed(seed))
@@ -69,7 +49,7 @@ def batch(seed: int, spec: Spec) -> TokenBatch:
 def step(model: LemaModel, specs: Sequence[Spec], groups: Groups, levels: Sequence[Level]) -> dict[str, str]:
     """sha256 of loss, logits and every gradient of one step."""
     runner, parameters = model.runner, model.lora.parameters()
-    runner.scheduler = Forced(runner.scheduler.costs, groups, levels)
+    runner.scheduler = ForcedSchedule(runner.scheduler.costs, groups, levels)
     for parameter in parameters.values():
         parameter.grad = None
     logits: dict[int, torch.Tensor] = {}
@@ -120,18 +100,6 @@ def test_no_schedule_changes_a_bit(
         model.close()
 
 
-def peak_allocated(work: Callable[[], object]) -> int:
-    """Bytes that ``work`` had allocated at its worst, by the profiler's record of every allocation."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        work()
-    found = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(found, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
 @pytest.mark.parametrize("lora_dropout", [0.0, 0.1])
 def test_a_step_holds_what_was_expected(backend: str, lora_dropout: float, llamas) -> None:
     """What a kernel makes at its first call, and keeps, is not counted."""
@@ -146,7 +114,7 @@ def test_a_step_holds_what_was_expected(backend: str, lora_dropout: float, llama
         (((1, 250, ""),), ((0,),), (G, G, G), None),
         (((1, 250, ""),), ((0,),), (R, R, R), {}),
     ):
-        runner.scheduler = forced = Forced(runner.scheduler.costs, groups, levels)
+        runner.scheduler = forced = ForcedSchedule(runner.scheduler.costs, groups, levels)
         batches = [batch(seed, spec) for seed, spec in enumerate(specs)]
 
         def work(batches=batches, logits=logits) -> None:

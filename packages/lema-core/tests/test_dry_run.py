@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from lema_core.device import CpuDevice
 from lema_core.kv import KVCache
@@ -19,42 +18,15 @@ from lema_core.ops.context import needs_mask
 from lema_core.runtime.batch import TokenBatch
 from lema_core.runtime.dry_run import Level
 from lema_core.runtime.runner import ModelRunner, TrainPass
-from lema_core.runtime.schedule import Groups, MicroBatch, StepCosts, StepSchedule, StepShape
-from lema_core.store.trace import Trace
+from lema_core.runtime.schedule import Groups, MicroBatch, StepSchedule, StepShape
+from lema_core.testing.allocations import peak_allocated
 from lema_core.testing.checking import CheckingStore
+from lema_core.testing.forced import ForcedSchedule
 from lema_core.testing.toy import ToyConfig, linear_names, open_toy, toy_updates, write_toy
 
 R, K, G = Level.RECOMPUTE, Level.KEEP, Level.GRAPH
 #: (rows, tokens, padded on the left)
 Spec = tuple[int, int, bool]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Forced:
-    """Stands in for the scheduler with one schedule for every step."""
-
-    def __init__(self, costs: StepCosts, groups: Groups, levels: Sequence[Level]) -> None:
-        self.costs = costs
-        self.schedule = StepSchedule(groups, tuple(levels))
-        self.shape: StepShape | None = None
-
-    def choose(self, shape: StepShape) -> StepSchedule:
-        self.shape = shape
-        return self.schedule
-
-    def trace(self, shape: StepShape, schedule: StepSchedule) -> Trace:
-        return self.costs.trace(shape, schedule)
-
-    @property
-    def expected_bytes(self) -> int:
-        return self.costs.activation_bytes(self.shape, self.schedule)
 
 
 def batches_of(config: ToyConfig, specs: Sequence[Spec]) -> list[TokenBatch]:
@@ -65,18 +37,6 @@ def batches_of(config: ToyConfig, specs: Sequence[Spec]) -> list[TokenBatch]:
         mask[0, slice(0, 3) if padded else slice(-3, None)] = 0
         batches.append(TokenBatch.of(ids, mask, ids))
     return batches
-
-
-def peak_allocated(work: Callable[[], object]) -> int:
-    """Bytes that ``work`` had allocated at its worst, by the profiler's record of every allocation."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        work()
-    found = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(found, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 LONG = ToyConfig(hidden_size=64, feed_forward=150, n_layers=5, max_positions=800)
@@ -126,7 +86,7 @@ def test_a_step_takes_what_was_expected_and_not_much_less(
 ) -> None:
     runner = runners(config, lora_dropout)
     batches = batches_of(config, specs)
-    runner.scheduler = forced = Forced(runner.scheduler.costs, groups, levels)
+    runner.scheduler = forced = ForcedSchedule(runner.scheduler.costs, groups, levels)
 
     def step() -> None:
         runner.train_step(batches, TrainPass(0, 0), 0, {} if logits else None)
@@ -142,7 +102,7 @@ def test_a_step_takes_what_was_expected_and_not_much_less(
 def test_gradients_of_large_lora_weights_are_expected_for_few_tokens_as_for_many(runners, levels, tokens: int) -> None:
     """They take most of what few tokens take, and little of what many do."""
     runner = runners(WIDE, 0.0, rank=150)
-    runner.scheduler = forced = Forced(runner.scheduler.costs, ((0, 1),), levels)
+    runner.scheduler = forced = ForcedSchedule(runner.scheduler.costs, ((0, 1),), levels)
     batches = batches_of(WIDE, [(1, tokens, False), (2, tokens, False)])
 
     def step() -> None:
@@ -156,7 +116,7 @@ def test_gradients_of_large_lora_weights_are_expected_for_few_tokens_as_for_many
 @pytest.mark.parametrize("first_layer", [2, 3])
 def test_what_is_below_the_lowest_trained_layer_keeps_nothing(runners, first_layer: int) -> None:
     runner = runners(WIDE, 0.0, first_layer)
-    runner.scheduler = forced = Forced(runner.scheduler.costs, ((0, 1, 2),), (R, R, K))
+    runner.scheduler = forced = ForcedSchedule(runner.scheduler.costs, ((0, 1, 2),), (R, R, K))
 
     def step() -> None:
         runner.train_step(batches_of(WIDE, MIXED), TrainPass(first_layer, 0), 0)
@@ -238,7 +198,7 @@ def test_each_level_costs_more_than_the_one_below_and_grows_with_layers(tmp_path
 )
 def test_a_step_borrows_what_was_expected(runners, groups: Groups, levels, first_layer: int, logits: bool) -> None:
     runner = runners(WIDE, 0.3, first_layer)
-    runner.scheduler = forced = Forced(runner.scheduler.costs, groups, levels)
+    runner.scheduler = forced = ForcedSchedule(runner.scheduler.costs, groups, levels)
     batches = batches_of(WIDE, [(2, 5, True), (1, 1, False), (1, 7, False), (1, 3, True), (2, 4, False)])
     learning = sum(batch.n_targets > 0 for batch in batches)
     assert learning == 3

@@ -22,14 +22,6 @@ def dropout(n_tokens: int, seed: int = 1, step: int = 2, micro_batch: int = 3) -
     return Dropout(seed, step, [Segment(0, n_tokens, 1, n_tokens, micro_batch)])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class InMemory:
     """A weight source that holds whole tensors, hands out blocks of ``rows_per_part`` rows, and counts."""
 

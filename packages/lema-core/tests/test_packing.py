@@ -20,8 +20,8 @@ from lema_core.runtime import head_loss, runner
 from lema_core.runtime.batch import TokenBatch
 from lema_core.runtime.dry_run import Level
 from lema_core.runtime.runner import ModelRunner, TrainPass
-from lema_core.runtime.schedule import Groups, StepCosts, StepSchedule, StepShape
-from lema_core.store.trace import Trace
+from lema_core.runtime.schedule import Groups
+from lema_core.testing.forced import ForcedSchedule
 from lema_core.testing.simulated import SimulatedAccelerator
 from lema_core.testing.toy import ToyConfig, granules_of, linear_names, open_toy, toy_updates, write_toy
 
@@ -31,32 +31,9 @@ GRANULE_BYTES = 2500
 R, K, G = Level.RECOMPUTE, Level.KEEP, Level.GRAPH
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TensorInfo]:
     return write_toy(tmp_path_factory.mktemp("toy"), CONFIG, 3, (torch.bfloat16, torch.float32))
-
-
-class Forced:
-    """Stands in for the scheduler with one schedule for every step."""
-
-    def __init__(self, costs: StepCosts, groups: Groups, levels: Sequence[Level]) -> None:
-        self.costs = costs
-        self.schedule = StepSchedule(groups, tuple(levels))
-
-    def choose(self, shape: StepShape) -> StepSchedule:
-        assert sorted(sum(self.schedule.groups, ())) == list(range(len(shape.micro_batches)))
-        return self.schedule
-
-    def trace(self, shape: StepShape, schedule: StepSchedule) -> Trace:
-        return self.costs.trace(shape, schedule)
 
 
 @dataclass(frozen=True)
@@ -157,7 +134,7 @@ def step(
     updates = on._ops.updates
     for update in updates.values():
         update.lora_A.grad = update.lora_B.grad = None
-    on.scheduler = Forced(on.scheduler.costs, groups, levels)
+    on.scheduler = ForcedSchedule(on.scheduler.costs, groups, levels)
     logits: dict[int, Tensor] | None = {} if with_logits else None
     loss = on.train_step(batches, TrainPass(first_layer, 7), 5, logits)
     grads = gradients(updates)
@@ -185,7 +162,7 @@ def test_a_step_is_its_micro_batches_one_after_another(tensors, resident, monkey
     n_targets = sum(one.n_targets for one in batches)
     monkeypatch.setattr(runner, "total_targets", lambda given: n_targets)
     alone, nothing = resident(), batch(0, 1, 3, labels="none")
-    alone.scheduler = Forced(alone.scheduler.costs, apart(1), [R] * 3)
+    alone.scheduler = ForcedSchedule(alone.scheduler.costs, apart(1), [R] * 3)
     for parameter in (p for update in alone._ops.updates.values() for p in update.parameters()):
         parameter.grad = None
     loss, logits = 0.0, {}

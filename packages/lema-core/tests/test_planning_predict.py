@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from lema_core.checkpoint import TensorInfo
@@ -256,14 +255,6 @@ def test_the_engine_moves_the_same_bytes_and_waits_as_long(tmp_path: Path, seed:
             far_before = dict(plan.far.resident) if plan.far else {}
     if sizes.device_slots:
         store.device.close()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # -- what memory buys

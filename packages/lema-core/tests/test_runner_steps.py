@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -30,14 +29,6 @@ from lema_core.testing.toy import PlainToy, ToyConfig, granules_of, linear_names
 CONFIG = ToyConfig(n_layers=3)
 TIED = ToyConfig(n_layers=2, tied=True, biased=False)
 GRANULE_BYTES = 1500
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=[CONFIG, TIED], ids=["untied", "tied"])

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -33,14 +32,6 @@ from lema_core.testing.toy import ToyConfig, granules_of, linear_names, open_toy
 #: a failing case is printed as it was drawn: shrinking cases that write files takes minutes
 QUICK = {"deadline": None, "derandomize": True, "phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class CountingStore(CheckingStore):

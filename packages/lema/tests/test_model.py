@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,20 +125,23 @@ def test_a_resumed_torch_optimizer_goes_on_exactly(opened: Callable[..., LemaMod
 
 
 def test_close_leaves_no_thread_and_no_open_file(opened: Callable[..., LemaModel]) -> None:
-    handles = _open_files()
+    handles, threads = _open_files(), _lema_threads()
     for _ in range(2):
         model = opened(weights_ram="400KB")
         model.logits(torch.tensor([[1, 2, 3]]))
-        assert [t.name for t in threading.enumerate() if t.name.startswith("lema")] and _open_files() > handles
+        assert _lema_threads() - threads and _open_files() - handles
         model.close()
         model.close()
-        assert not [t.name for t in threading.enumerate() if t.name.startswith("lema")]
-        assert _open_files() == handles
+        assert not _lema_threads() - threads and not _open_files() - handles
 
 
-def _open_files() -> list[str]:
+def _lema_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("lema")}
+
+
+def _open_files() -> Counter[str]:
     found = (os.path.realpath(handle) for handle in Path("/proc/self/fd").iterdir())
-    return sorted(path for path in found if path.endswith(".safetensors"))
+    return Counter(path for path in found if path.endswith(".safetensors"))
 
 
 def test_prompts_of_no_token_start_from_bos_or_are_refused(opened: Callable[..., LemaModel]) -> None:
