@@ -264,21 +264,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The scripts tools/bench/bench_*.py, one after another. Each runs alone too, and --help says what it shows:
-
-    ===============  ==========================================================================================
-    ``lora``         1.1 B in capped control groups against transformers + PEFT, and against all in RAM
-    ``smollm2``      the same for SmolLM2-135M; how long lema takes to start
-    ``layer_major``  bytes and time of a step of 8 micro-batches from a slow disk
-    ``7b``           a 7B shape in 1.2 GB; the smallest groups of 8, 16 and 32 layers
-    ``predictions``  what was predicted of 40 configurations beside what they took
-    ``simulated``    steps behind links of 1, 4 and 24 GB/s beside their floor
-    ``steady``       what grows over 300 steps
-    ``linear``       the native matrix product against torch's
-    ===============  ==========================================================================================
-
-    Memory is capped and counted by control groups, which root can make; a benchmark says so where there are none.
-    """
+    """The scripts tools/bench/bench_*.py, one after another, or one with options; README.md says what each shows."""
     environment = everything(session)
     scripts = {path.stem.removeprefix("bench_"): path for path in sorted((ROOT / "tools/bench").glob("bench_*.py"))}
     behind = next((i for i, argument in enumerate(session.posargs) if argument.startswith("-")), len(session.posargs))
