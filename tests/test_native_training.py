@@ -11,7 +11,7 @@ import lema_cuda.library
 from lema.doctor import print_report
 from lema_core.errors import ConfigError
 from lema_core.plugins import PluginManager
-from lema_core.runtime.dry_run import Level
+from lema_core.runtime.piece_run import Level
 from lema_core.testing.forced import ForcedSchedule
 from lema_cuda.library import refusals
 

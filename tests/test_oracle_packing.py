@@ -12,7 +12,7 @@ import torch
 
 from lema import LemaModel
 from lema_core.runtime.batch import TokenBatch
-from lema_core.runtime.dry_run import Level
+from lema_core.runtime.piece_run import Level
 from lema_core.runtime.runner import TrainPass
 from lema_core.runtime.schedule import Groups
 from lema_core.testing.allocations import peak_allocated

@@ -29,11 +29,21 @@ from workers import ENVIRONMENT, drop_cached_pages, measure_machine
 PROCESS_PEAK_WITHIN = 0.05
 STEP_TIME_WITHIN = 0.15
 
+
+class Model(NamedTuple):
+    """``little_ram``, ``little_for_activations``: options that leave it less than it would take."""
+
+    shape: Shape
+    dtype: str
+    little_ram: str
+    little_for_activations: str
+
+
 MODELS = {
-    "small": (Shape(512, 1408, 8, 8, 8, 8000), "bfloat16"),
-    "deep": (Shape(512, 1408, 24, 8, 2, 8000), "bfloat16"),
-    "fp32": (Shape(768, 2048, 8, 12, 4, 8000), "float32"),
-    "middle": (Shape(1024, 2816, 12, 16, 4, 32000), "bfloat16"),
+    "small": Model(Shape(512, 1408, 8, 8, 8, 8000), "bfloat16", "450MB", "30MB"),
+    "deep": Model(Shape(512, 1408, 24, 8, 2, 8000), "bfloat16", "450MB", "30MB"),
+    "fp32": Model(Shape(768, 2048, 8, 12, 4, 8000), "float32", "450MB", "42MB"),
+    "middle": Model(Shape(1024, 2816, 12, 16, 4, 32000), "bfloat16", "600MB", "80MB"),
 }
 
 
@@ -45,6 +55,12 @@ class Variant(NamedTuple):
     batch_size: int = 1
     micro_batches: int = 1
     options: tuple[str, ...] = ()
+    little: str | None = None
+
+    def words(self, model: Model) -> list[str]:
+        """Its options for ``model``; ``little``: the one that is as the model says."""
+        given = {"ram_budget": model.little_ram, "activations_ram": model.little_for_activations}
+        return [*self.options, *([f"{self.little}={given[self.little]}"] if self.little else [])]
 
 
 VARIANTS = (
@@ -52,11 +68,11 @@ VARIANTS = (
     Variant(window=0.25),
     Variant(window=0.6, micro_batches=4),
     Variant(options=("strategy=resident",), micro_batches=2),
-    Variant(options=("ram_budget=450MB",), tokens=192),
+    Variant(little="ram_budget", tokens=192),
     Variant(window=0.3, options=("gradient_checkpointing=true",)),
     Variant(window=0.3, options=("gradient_checkpointing=false",)),
     Variant(window=0.4, tokens=64, batch_size=4, micro_batches=2),
-    Variant(window=0.25, tokens=96, options=("prefetch_distance=2", "activations_ram=30MB"), micro_batches=3),
+    Variant(window=0.25, tokens=96, options=("prefetch_distance=2",), micro_batches=3, little="activations_ram"),
     Variant(window=0.5, tokens=256, options=("trainable_layers=[last:2]", "lora_rank=4")),
 )
 
@@ -102,7 +118,9 @@ def main() -> None:
         chosen = [int(number) for number in a.only.split(",")]
     with scratch_folder(a.scratch) as scratch:
         needed = dict.fromkeys(runs[number - 1][0] for number in chosen)
-        folders = {name: made_model(scratch / f"predictions-{name}", *MODELS[name]) for name in needed}
+        folders = {
+            name: made_model(scratch / f"predictions-{name}", MODELS[name].shape, MODELS[name].dtype) for name in needed
+        }
         measure_machine(str(next(iter(folders.values()))), a.threads)
         announce(f"{len(chosen)} runs of {a.steps} steps", len(chosen) * (8 + 1.0 * a.steps))
         print("measured / predicted:")
@@ -113,7 +131,7 @@ def main() -> None:
             model, variant = runs[number - 1]
             outcome = _run(folders[model], MODELS[model], variant, a.steps, a.threads)
             if isinstance(outcome, str):
-                print(f"{number:>2} {model:<7} {outcome}  {_described(variant)}", flush=True)
+                print(f"{number:>2} {model:<7} {outcome}  {_described(variant, MODELS[model])}", flush=True)
                 continue
             outcomes.append(outcome)
             shares = (outcome.ram_peak, outcome.device_peak, outcome.process_peak, outcome.read, outcome.step)
@@ -121,7 +139,7 @@ def main() -> None:
             print(
                 f"{number:>2} {model:<7} {ram:>7} {device:>7} {process:>8} {read:>7} {step[:5]:>6} "
                 f"{outcome.step_s:>7.3f} {outcome.process_peak_bytes / 1e6:>10.0f}  "
-                f"{', '.join(outcome.failures()) or 'all as aimed at':<22} {_described(variant)}",
+                f"{', '.join(outcome.failures()) or 'all as aimed at':<22} {_described(variant, MODELS[model])}",
                 flush=True,
             )
         _sum_up(outcomes, len(chosen))
@@ -147,9 +165,9 @@ def _sum_up(outcomes: list[Outcome], asked: int) -> None:
         print(f"  process peak, measured / predicted: {spread(peaks, 3)}")
 
 
-def _run(folder: Path, made: tuple[Shape, str], variant: Variant, steps: int, threads: int | None) -> Outcome | str:
+def _run(folder: Path, model: Model, variant: Variant, steps: int, threads: int | None) -> Outcome | str:
     """One run, or the line that it ended with."""
-    shape, dtype = made
+    shape = model.shape
     drop_cached_pages(folder)
     with tempfile.TemporaryDirectory() as output:
         rows = Path(output) / "rows.jsonl"
@@ -167,15 +185,16 @@ def _run(folder: Path, made: tuple[Shape, str], variant: Variant, steps: int, th
             **({} if threads is None else {"num_threads": threads}),
         }
         if variant.window is not None:
-            weights_bytes = shape.parameters * (4 if dtype == "float32" else 2)
+            weights_bytes = shape.parameters * (4 if model.dtype == "float32" else 2)
             options["weights_ram"] = f"{variant.window * weights_bytes / 1e6:.1f}MB"
         words = [f"{name}={value}" for name, value in options.items()]
         done = subprocess.run(
-            [sys.executable, "-m", "lema", "task=train", *words, *variant.options],
+            [sys.executable, "-m", "lema", "task=train", *words, *variant.words(model)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | ENVIRONMENT["lema"],
+            # Each run measures the machine just before it: others' load comes and goes.
+            env=os.environ | ENVIRONMENT["lema"] | {"LEMA_CACHE": str(Path(output) / "cache")},
             check=False,
         )
         if done.returncode:
@@ -199,10 +218,10 @@ def _ids(row: int, variant: Variant, shape: Shape) -> list[int]:
     return [draw.randrange(shape.vocab) for _ in range(variant.tokens)]
 
 
-def _described(variant: Variant) -> str:
+def _described(variant: Variant, model: Model) -> str:
     window = [] if variant.window is None else [f"window {variant.window:g} W"]
     rows = f"{variant.micro_batches} x {variant.batch_size} x {variant.tokens} tokens"
-    return "; ".join([*window, rows, *variant.options])
+    return "; ".join([*window, rows, *variant.words(model)])
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def test_no_plan_promises_more_than_there_is(
 # -- between weights and activations
 
 #: recomputing everything, keeping products, keeping graphs
-WAYS = (StepChoice(GB // 10, 10.0), StepChoice(GB // 2, 8.0), StepChoice(2 * GB, 7.0))
+WAYS = tuple(StepChoice(n, n, s) for n, s in ((GB // 10, 10.0), (GB // 2, 8.0), (2 * GB, 7.0)))
 SHARED = replace(CPU, total=4 * GB, ram_limit=5 * GB, ram_held=0, choices=WAYS)
 LEFT = 5 * GB - 5 * GB // 20 - GB
 
@@ -188,6 +188,17 @@ def test_a_cap_on_activations_is_kept() -> None:
     assert "raise activations_ram or activations_vram" in message and "\n" not in message
 
 
+def test_what_is_set_aside_for_gaps_and_scratch_memory_is_not_given_to_activations() -> None:
+    """Else a schedule might be chosen that holds as much, and its own gaps would be beyond the limit."""
+    ways = tuple(replace(way, activations=way.nbytes - GB // 20) for way in WAYS)
+    plan = plan_budget(replace(SHARED, read_bytes_per_s=GB // 20, choices=ways))
+    assert plan.activations == GB // 10 - GB // 20 and plan.ram == LEFT - GB // 10
+    plan = plan_budget(replace(SHARED, ram_limit=40 * GB, choices=ways))
+    assert plan.ram + plan.activations == 40 * GB - 2 * GB - GB - GB // 20
+    capped = plan_budget(replace(SHARED, choices=ways, activations=GB // 20))
+    assert capped.activations == GB // 20, "a cap is on activations alone"
+
+
 def test_activations_of_a_device_are_its_own() -> None:
     request = replace(SHARED, ram_step=0, device_free=4 * GB, device_step=GB, read_bytes_per_s=10 * GB)
     plan = plan_budget(request)
@@ -238,7 +249,7 @@ def test_the_best_way_that_fits_is_taken_and_never_more_than_there_is(
         weights_ram=fixed if device_free is None else None,
         weights_vram=None if device_free is None else fixed,
         resident=resident,
-        choices=tuple(StepChoice(*way) for way in sorted(ways)),
+        choices=tuple(StepChoice(n, n, seconds) for n, seconds in sorted(ways)),
         activations=cap,
         comfortable=comfortable,
         read_bytes_per_s=read_bytes_per_s,

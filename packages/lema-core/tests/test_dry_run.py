@@ -16,7 +16,7 @@ from lema_core.device import CpuDevice
 from lema_core.kv import KVCache
 from lema_core.ops.context import needs_mask
 from lema_core.runtime.batch import TokenBatch
-from lema_core.runtime.dry_run import Level
+from lema_core.runtime.piece_run import Level
 from lema_core.runtime.runner import ModelRunner, TrainPass
 from lema_core.runtime.schedule import Groups, MicroBatch, StepSchedule, StepShape
 from lema_core.testing.allocations import peak_allocated

@@ -18,7 +18,7 @@ from lema_core.device import CpuDevice, Device
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.runtime import head_loss, runner
 from lema_core.runtime.batch import TokenBatch
-from lema_core.runtime.dry_run import Level
+from lema_core.runtime.piece_run import Level
 from lema_core.runtime.runner import ModelRunner, TrainPass
 from lema_core.runtime.schedule import Groups
 from lema_core.testing.forced import ForcedSchedule

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from lema_core.device import CpuDevice, Device
 from lema_core.errors import CheckpointError
 from lema_core.ops.linear import LinearKernel
 from lema_core.planning import flight
-from lema_core.planning.flight import FlightCheck, flight_check, propose
+from lema_core.planning.flight import FlightCheck, flight_check, paced, propose
 from lema_core.planning.hardware import Hardware
 from lema_core.store.trace import Trace, Work
 from lema_core.testing.simulated import SimulatedAccelerator
@@ -36,7 +37,7 @@ class CountingKernel(LinearKernel):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Small products, hardly any time, a cache of this test's own."""
-    for name in ("_READ_S", "_MEMORY_S", "_LINK_S", "_PRODUCT_S", "_OVERHEAD_S"):
+    for name in ("_READ_S", "_MEMORY_S", "_LINK_S", "_PRODUCT_S", "_OVERHEAD_S", "_DRAG_S"):
         monkeypatch.setattr(flight, name, 0.0)
     small = flight._Sizes(32, 64, 20 << 20)
     monkeypatch.setattr(flight, "_IN_RAM", small)
@@ -90,7 +91,7 @@ def test_what_figures_depend_on_is_kept_apart(model: Path) -> None:
     [
         (lambda text: text[: len(text) // 2], "JSONDecodeError"),
         (lambda text: "[1]", "TypeError"),
-        (lambda text: text.replace('"format": 2', '"format": 0'), "another version of lema"),
+        (lambda text: text.replace('"format": 4', '"format": 0'), "another version of lema"),
         (lambda text: text.replace('"kernel": "torch 1"', '"kernel": "torch 0"'), "another machine"),
         (lambda text: text.replace('"op_overhead_s": ', '"op_overhead_s": -'), "not a number greater than 0"),
         (lambda text: text.replace('"disk_bytes_per_s"', '"disc_bytes_per_s"'), "KeyError: 'disk_bytes_per_s'"),
@@ -107,7 +108,7 @@ def test_a_spoilt_file_is_measured_again_with_a_word(model: Path, spoil, word: s
     assert CountingKernel.calls > calls
     (sentence,) = said
     assert str(first.file) in sentence and word in sentence and "measuring again" in sentence and "\n" not in sentence
-    assert json.loads(again.file.read_text())["format"] == 2
+    assert json.loads(again.file.read_text())["format"] == 4
     assert [path.name for path in again.file.parent.iterdir()] == [again.file.name], "no temporary file stays"
 
 
@@ -209,6 +210,40 @@ print(peak_rss_bytes() - before)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 45_000_000
+
+
+# -- the pace of a model's steps
+
+
+def test_a_pace_is_found_once_for_each_kind_of_steps(model: Path) -> None:
+    found: list[float] = []
+
+    def rehearse() -> float:
+        found.append(1.5 + len(found))
+        return found[-1]
+
+    first = paced(check(model), "some steps", rehearse)
+    assert first.hardware.pace == 1.5 and check(model).hardware.pace == 1.0
+    assert paced(check(model), "some steps", rehearse).hardware.pace == 1.5
+    assert paced(check(model), "other steps", rehearse).hardware.pace == 2.5
+    anew = replace(check(model), measured="later")
+    assert paced(anew, "some steps", rehearse).hardware.pace == 3.5, "rates that are measured anew have another pace"
+
+
+@pytest.mark.parametrize("pace", ["0.0", "-1.5", "NaN", "null", "[2]"])
+def test_a_spoilt_pace_is_found_anew_with_a_word(model: Path, pace: str) -> None:
+    flight_file = check(model).file
+    paced(check(model), "steps", lambda: 1.25)
+    (file,) = set(flight_file.parent.iterdir()) - {flight_file}
+    file.write_text(file.read_text().replace('"figures": 1.25', f'"figures": {pace}'))
+    said: list[str] = []
+    assert paced(check(model), "steps", lambda: 1.75, said.append).hardware.pace == 1.75
+    assert len(said) == 1 and str(file) in said[0] and "measuring again" in said[0]
+
+
+def test_only_a_device_that_shares_ram_loses_to_reads(model: Path) -> None:
+    assert check(model).hardware.read_drag_s_per_byte >= 0
+    assert check(model, device=SimulatedAccelerator()).hardware.read_drag_s_per_byte == 0.0
 
 
 # -- what follows from the rates

@@ -32,7 +32,9 @@ def test_every_named_machine_is_complete_and_says_where_its_figures_are_from(nam
     assert machine.name == name and machine.source
     for field in fields(Hardware):
         value = getattr(machine, field.name)
-        assert value is not None and (isinstance(value, (str, tuple)) or value > 0), field.name
+        # Reads do not disturb a device with memory of its own.
+        least = 0 if field.name == "read_drag_s_per_byte" else 1e-9
+        assert value is not None and (isinstance(value, (str, tuple)) or value >= least), field.name
     tokens = [n for n, _ in machine.gemm]
     assert tokens == sorted(set(tokens))
     # few tokens cannot hide that the weights are read: 2 bytes and 2 FLOPs per parameter and token

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,26 @@ def test_a_weight_is_given_back_before_what_follows_its_product() -> None:
     assert [s.start_s for s in found.timeline if s.lane == "disk"] == [0.0, 2.0]
     assert (found.step_s, found.wait_s, found.memory_s) == (1 + 1 + 3 + 1, 1.0, 3.0)
     assert found.bound_by == "memory"
+
+
+def test_a_pace_stretches_all_that_is_computed_and_no_transfer() -> None:
+    step = trace([0, 1], [1000, 1000], [3e6, 0])
+    plan = StepPlan(tier((0, -1), (1, 0)), None)
+    found = predict_step(step, plan, granules(100, 200), replace(machine(overhead=0.5), pace=2.0))
+    assert [(s.start_s, s.stop_s) for s in found.timeline if s.lane == "disk"] == [(0.0, 1.0), (4.0, 6.0)]
+    assert (found.compute_s, found.memory_s) == (2 * (1 + 0.5 + 3 + 1 + 0.5), 6.0)
+    assert compute_s(step, replace(machine(overhead=0.5), pace=2.0)) == 12.0
+
+
+def test_what_is_read_beside_it_slows_the_compute_by_its_drag() -> None:
+    """300 bytes at 0.01 s each: 3 s more, spread over 6 s of products."""
+    step, disturbed = trace([0, 1, 2], [2000, 2000, 2000]), replace(machine(), read_drag_s_per_byte=0.01)
+    plan = StepPlan(tier((0, -1), (1, -1), (2, -1)), None)
+    found = predict_step(step, plan, granules(100, 100, 100), disturbed)
+    assert found.compute_s == pytest.approx(9.0)
+    assert [s.stop_s - s.start_s for s in found.timeline if s.lane == "compute"] == [3.0] * 3
+    held = predict_step(step, StepPlan(tier(0, 1, 2), None), granules(100, 100, 100), disturbed)
+    assert held.compute_s == 6.0
 
 
 def test_overhead_is_paid_for_each_operation_and_access() -> None:

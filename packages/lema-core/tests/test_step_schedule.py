@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lema_core.device import CpuDevice
-from lema_core.runtime.dry_run import Level
+from lema_core.runtime.piece_run import Level
 from lema_core.runtime.schedule import ENOUGH_TOKENS, MicroBatch, Scheduler, StepCosts, StepSchedule, StepShape
 from lema_core.testing.toy import ToyConfig, linear_names, open_toy, toy_updates, write_toy
 

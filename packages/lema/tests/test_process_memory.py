@@ -109,15 +109,30 @@ def test_300_steps_do_not_grow(
     }  # fmt: skip
 
 
+THRICE = """
+from lema.model import LemaModel
+LemaModel.stop_ids = ()
+once = LemaModel.continue_text
+def thrice(self, *arguments, **options):
+    return [once(self, *arguments, **options) for _ in range(3)][-1]
+LemaModel.continue_text = thrice
+"""
+
+
 @pytest.mark.slow
 def test_300_tokens_do_not_grow(lema: Any, tiny_llama: Path) -> None:
-    """The cache of keys and values is one chunk from the start."""
+    """In three answers of 100: attention over more tokens takes more, which the next answer has again."""
     watch = WATCH.format(module="lema_core.runtime.runner", owner="ModelRunner", method="next_logits")
     lema.ok(
-        f"model_name_or_path={tiny_llama}", "task=generate", "prompt=tell", "max_new_tokens=300", "chat=false",
-        exact=True, before=watch + "\nfrom lema.model import LemaModel\nLemaModel.stop_ids = ()",
+        f"model_name_or_path={tiny_llama}", "task=generate", "prompt=tell", "max_new_tokens=100", "chat=false",
+        exact=True, before=watch + THRICE,
     )  # fmt: skip
-    _assert_constant(lema.cwd / "growth.jsonl", 300)
+    found = [json.loads(line) for line in (lema.cwd / "growth.jsonl").read_text().splitlines()]
+    assert len(found) == 300
+    second, third = (sum(each["anonymous_bytes"] for each in found[i : i + 100]) / 100 for i in (100, 200))
+    print(f"{(third - second) / 100:.0f} bytes a token")
+    assert third - second <= 100 * 1000
+    assert len({(each["handles"], each["threads"]) for each in found[50:]}) == 1
 
 
 def _assert_constant(path: Path, count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -21,12 +22,13 @@ from lema_core.device import Device, open_device
 from lema_core.errors import CheckpointError, ConfigError
 from lema_core.memory import process_memory_limit
 from lema_core.ops.kernels import Kernels, choose_copies, choose_kernel, choose_kernels
-from lema_core.planning.flight import FlightCheck, flight_check
+from lema_core.planning.flight import FlightCheck, flight_check, paced
 from lema_core.plugins import get_plugin_manager
 from lema_core.records import Kernel, load_object
 from lema_core.runtime.batch import TokenBatch
 from lema_core.runtime.dry_run import DryRun
 from lema_core.runtime.generation import generate_greedy
+from lema_core.runtime.rehearsal import Rehearsal
 from lema_core.runtime.runner import ModelRunner
 from lema_core.runtime.schedule import MicroBatch, StepCosts, StepShape
 from lema_core.store.budget import BudgetPlan
@@ -299,6 +301,10 @@ class LemaModel:
 
     @cached_property
     def _kernels(self) -> Kernels:
+        return self._new_kernels()
+
+    def _new_kernels(self) -> Kernels:
+        """The run's kernels; what those that measure keep between products is gone with them."""
         return choose_kernels(self.config.backend, self._device.torch_device.type)
 
     @property
@@ -318,17 +324,20 @@ class LemaModel:
             reads = [read for granule in self._model.layout.granules for read in granule.reads]
             largest = max(reads, key=lambda read: read.nbytes).path
             read = choose_kernel("read", self.config.backend, "cpu")
+            kernels = self._new_kernels()
             self._flight = flight_check(
                 largest,
                 self._device,
-                self._kernels.linear,
+                kernels.linear,
                 self._model.matrix_dtype,
                 _versioned(self.kernel),
-                DiskReader(self._kernels.read),
+                DiskReader(kernels.read),
                 _versioned(read),
                 refresh,
                 say,
             )
+            del kernels
+            self._device.trim()
         return self._flight
 
     def plan(self, machine: Machine | None = None) -> RunPlan:
@@ -343,7 +352,24 @@ class LemaModel:
             # Before the process's memory is looked at: a dry run loads 15 MB of torch's code that the first step needs.
             step_choices(work, flight.hardware, self.config.gradient_checkpointing)
             machine = this_machine(self.config, self._device, flight)
+            if work.shape is not None:
+                machine = self._paced(machine, work)
         return plan_run(self.config, machine, work)
+
+    def _paced(self, machine: Machine, work: Workload) -> Machine:
+        """``machine`` with rates at which this model's steps compute."""
+
+        def rehearse() -> float:
+            run = RunPlan(self.config, machine, work)
+            updates, dtype = self.lora.updates(), self._device.compute_dtype(self._model.matrix_dtype)
+            kernels = self._new_kernels()
+            rehearsal = Rehearsal(self.adapter, self._model, updates, dtype, kernels, self._device)
+            window_bytes = run.near_slots * self._model.layout.slot_bytes
+            return rehearsal.pace(work.costs, work.shape, run.schedule, machine.rates, window_bytes)
+
+        steps = f"{type(self.adapter).__name__} {work.costs.looks(work.shape)}"
+        flight = paced(machine.flight, steps, rehearse)
+        return replace(machine, rates=flight.hardware, flight=flight)
 
     def _workload(self, dtype: torch.dtype, kernels: Kernels) -> Workload:
         c = self.config

@@ -102,6 +102,8 @@ def _machine(machine: Machine) -> Iterator[Row]:
     yield Row("memory", f"{format_bytes(int(rates.memory_bytes_per_s))}/s read and written")
     tokens, flops = rates.gemm[-1]
     yield Row("products", f"{flops / 1e9:,.0f} GFLOP/s in {rates.compute_dtype} from {tokens} tokens on")
+    if machine.flight is not None:
+        yield Row("this model's steps", f"{rates.pace:.2f} times what these rates say, as some of its layers took")
 
 
 def _memory(memory: TierMemory) -> Iterator[Row]:

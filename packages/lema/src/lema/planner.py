@@ -29,10 +29,10 @@ from lema_core.store.trace import Trace
 _NUMBER_BYTES, _GRADIENT_BYTES, _MOMENT_BYTES = 4, 4, 8
 #: slots with which reads keep ahead of the compute
 _AHEAD = 8
-#: what the allocator's gaps take of the activations
-_GAPS = 0.05
+#: what the allocator's gaps take of the activations; more where products are kept, with what is freed between them
+_GAPS, _GAPS_OF_KEPT = 0.09, 0.25
 #: what kernels keep between products: packed inputs, packed gradients, and all else
-_MOST_PACKED_BYTES, _MOST_SCRATCH_BYTES, _KEPT_BYTES = 16_000_000, 8_400_000, 7_000_000
+_MOST_PACKED_BYTES, _MOST_SCRATCH_BYTES, _KEPT_BYTES = 16_000_000, 8_400_000, 15_000_000
 #: what an interpreter with torch and lema holds on a machine that is only thought of
 _INTERPRETER_BYTES = 300_000_000
 #: what a CUDA context takes of device memory
@@ -222,7 +222,8 @@ class RunPlan:
     @property
     def slack_bytes(self) -> int:
         """What the allocator's gaps and the kernels' scratch memory take beside them."""
-        return _allocated(self.work, self.activation_bytes, self.work.shape.tokens) - self.activation_bytes
+        allocated = _allocated(self.work, self.activation_bytes, self.work.shape.tokens, self.schedule.kept_share)
+        return allocated - self.activation_bytes
 
     def step_s(self, ram: int | None = None, device: int | None = None) -> float:
         """What a step would take with other amounts of memory in all; infinite where it could not run."""
@@ -261,21 +262,24 @@ def step_choices(work: Workload, rates: Hardware, recompute: bool | None) -> tup
     """Ways to run a step, from the one that holds least on."""
     if work.shape is None:
         tokens = work.rows * work.tokens
-        return (StepChoice(_allocated(work, work.costs.evaluation_bytes(tokens, work.tokens), tokens), 0.0),)
+        nbytes = work.costs.evaluation_bytes(tokens, work.tokens)
+        return (StepChoice(nbytes, _allocated(work, nbytes, tokens), 0.0),)
     choices = []
     for schedule in Scheduler(work.costs, None, recompute, lower_tier=True).ways(work.shape):
         seconds = compute_s(work.costs.trace(work.shape, schedule), rates)
         if schedule.boundary_bytes is not None:
             lower = sum(work.costs.boundaries(work.shape, schedule)) - schedule.boundary_bytes
             seconds += 2 * max(0, lower) / (rates.link_bytes_per_s or rates.disk_bytes_per_s)
-        nbytes = _allocated(work, work.costs.activation_bytes(work.shape, schedule), work.shape.tokens)
-        choices.append(StepChoice(nbytes, seconds))
+        nbytes = work.costs.activation_bytes(work.shape, schedule)
+        allocated = _allocated(work, nbytes, work.shape.tokens, schedule.kept_share)
+        choices.append(StepChoice(nbytes, allocated, seconds))
     return tuple(sorted(choices, key=lambda choice: choice.nbytes))
 
 
-def _allocated(work: Workload, activation_bytes: int, tokens: int) -> int:
+def _allocated(work: Workload, activation_bytes: int, tokens: int, kept_share: float = 0.0) -> int:
     """What a process is given for so many bytes of activations."""
-    return math.ceil(activation_bytes * (1 + _GAPS)) + _scratch_bytes(work.model, tokens)
+    gaps = _GAPS + _GAPS_OF_KEPT * kept_share
+    return math.ceil(activation_bytes * (1 + gaps)) + _scratch_bytes(work.model, tokens)
 
 
 def _scratch_bytes(model: StreamedModel, tokens: int) -> int:

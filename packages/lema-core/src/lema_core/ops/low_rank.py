@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -21,6 +22,7 @@ class LowRankUpdate:
     lora_B: Tensor
     scale: float
     dropout: float
+    _kept: dict[Tensor, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def rank(self) -> int:
@@ -28,3 +30,14 @@ class LowRankUpdate:
 
     def parameters(self) -> tuple[Tensor, Tensor]:
         return self.lora_A, self.lora_B
+
+    def keep_gradients(self) -> None:
+        """Make memory for gradients that stays from step to step: no gradient lies between activations then."""
+        self._kept = {parameter: torch.zeros_like(parameter) for parameter in self.parameters()}
+
+    def gradient(self, parameter: Tensor) -> Tensor:
+        """``parameter.grad``; zeros, in the memory that is kept for it, where it has none."""
+        if parameter.grad is None:
+            kept = self._kept.get(parameter)
+            parameter.grad = torch.zeros_like(parameter) if kept is None else kept.zero_()
+        return parameter.grad

@@ -293,16 +293,15 @@ def _add_low_rank_gradients(
         first_row += update.rank
         seen_KN = _dropped(now, module, update, x_KN)
         for start, stop in columns:
-            _add_product(update.lora_B, dy[module][:, start:stop], a_rN[:, start:stop], update.scale)
-            _add_product(update.lora_A, da_rN[:, start:stop], seen_KN[:, start:stop], 1.0)
+            lora_A, lora_B = map(update.gradient, update.parameters())
+            _add_product(lora_B, dy[module][:, start:stop], a_rN[:, start:stop], update.scale)
+            _add_product(lora_A, da_rN[:, start:stop], seen_KN[:, start:stop], 1.0)
 
 
-def _add_product(parameter: Tensor, left_Mn: Tensor, right_Kn: Tensor, scale: float) -> None:
-    """``parameter.grad += scale * left right^T``. The copies make a micro-batch look as it does alone."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+def _add_product(total_MK: Tensor, left_Mn: Tensor, right_Kn: Tensor, scale: float) -> None:
+    """``total += scale * left right^T``. The copies make a micro-batch look as it does alone."""
     product_MK = left_Mn.contiguous() @ right_Kn.contiguous().t()
-    parameter.grad.add_(product_MK.to(parameter.dtype), alpha=scale)
+    total_MK.add_(product_MK.to(total_MK.dtype), alpha=scale)
 
 
 def _drops(now: Pass, update: LowRankUpdate) -> bool:

@@ -1,4 +1,5 @@
-"""The flight check: measure this machine once, in about two seconds, and keep the figures.
+"""The flight check: measure this machine once, in about two seconds, and keep the figures; then once for each model how
+its own steps fare by them.
 
 Each figure is taken with what a run uses: the disk with the run's reads of the model's own file, products with its
 kernel and the weight's storage dtype, the link with the device's own copies. It takes less than 40 MB of RAM and leaves
@@ -8,40 +9,37 @@ nothing in the page cache.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
 import platform
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from math import ceil, isfinite
 from pathlib import Path
 from statistics import median
+from threading import Event
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lema_core.cache import cache_folder
 from lema_core.device import Device
-from lema_core.files import replacing
 from lema_core.memory import format_bytes, process_memory_limit
 from lema_core.ops.gradient import backward_from
 from lema_core.ops.linear import LinearKernel
 from lema_core.planning.hardware import Hardware
+from lema_core.planning.kept import measured_once
 from lema_core.planning.predict import compute_s
 from lema_core.store.disk import DiskReader
 from lema_core.store.granules import SECTOR_BYTES, whole_sectors
 from lema_core.store.trace import Trace
 
 TOKENS = (16, 64, 256, 1024)
-#: rises when figures are taken in another way
-_FORMAT = 2
 _READ_BYTES = 16 << 20
 _MOST_READ_BYTES = 384 << 20
 _READ_S, _MEMORY_S, _LINK_S, _PRODUCT_S, _OVERHEAD_S = 0.3, 0.1, 0.2, 0.15, 0.1
+_DRAG_S, _DRAG_TIMES, _DRAG_TOKENS, _DRAG_READ_BYTES = 0.1, 3, 128, 8 << 20
 _LINKS, OPERATIONS_PER_LINK = 20, 7
 _DISTANCES = (2, 64)
 
@@ -61,7 +59,8 @@ _IN_RAM, _ON_DEVICE = _Sizes(1024, 2048, 20 << 20), _Sizes(4096, 4096, 128 << 20
 
 @dataclass(frozen=True)
 class Rates:
-    """What is measured and kept. ``read_jitter_s``: how much longer than the median the slowest read took."""
+    """What is measured and kept. ``read_jitter_s``: how much longer than the median the slowest read took.
+    ``read_drag_s_per_byte``: see Hardware."""
 
     disk_bytes_per_s: float
     link_bytes_per_s: float | None
@@ -69,6 +68,7 @@ class Rates:
     gemm: tuple[tuple[int, float], ...]
     op_overhead_s: float
     read_jitter_s: float
+    read_drag_s_per_byte: float
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class FlightCheck:
             ("disk", f"{format_bytes(h.disk_bytes_per_s)}/s, slowest read {1000 * self.read_jitter_s:.1f} ms late"),
             ("memory", f"{format_bytes(h.memory_bytes_per_s)}/s read and written"),
             ("products", f"{products} tokens (GFLOP/s, {h.compute_dtype})"),
+            ("products lose to reads", f"{1e9 * h.read_drag_s_per_byte:.3f} s per GB read beside them"),
             ("an operation's overhead", f"{1e6 * h.op_overhead_s:.1f} us"),
         ]
         if h.link_bytes_per_s is not None:
@@ -122,15 +123,14 @@ def flight_check(
     page-locked memory is freed only then. ``refresh`` measures again. ``say`` hears why a cached file was not used, or
     could not be written. Raises CheckpointError where ``model_file`` cannot be read.
     """
-    key = _key(model_file, device, weight_dtype, kernel_name, reader_name)
-    file = _cache_file(key)
-    kept = None if refresh else _load(file, key, say)
-    if kept is None:
-        rates = _measure(model_file, device, kernel, weight_dtype, reader or DiskReader())
-        measured = datetime.now().astimezone().isoformat(timespec="seconds")
-        file = _save(file, key, rates, measured, say)
-    else:
-        rates, measured = kept
+    rates, kept = measured_once(
+        _key(model_file, device, weight_dtype, kernel_name, reader_name),
+        _rates,
+        lambda: _measure(model_file, device, kernel, weight_dtype, reader or DiskReader()),
+        asdict,
+        say,
+        refresh,
+    )
     free = device.free_bytes()
     hardware = Hardware(
         name="this machine",
@@ -142,9 +142,32 @@ def flight_check(
         gemm=rates.gemm,
         compute_dtype=str(device.compute_dtype(weight_dtype)).removeprefix("torch."),
         op_overhead_s=rates.op_overhead_s,
-        source=f"flight check of {measured}",
+        source=f"flight check of {kept.measured}",
+        read_drag_s_per_byte=rates.read_drag_s_per_byte,
     )
-    return FlightCheck(hardware, rates.read_jitter_s, measured, file)
+    return FlightCheck(hardware, rates.read_jitter_s, kept.measured, kept.file)
+
+
+def paced(
+    flight: FlightCheck, steps: str, rehearse: Callable[[], float], say: Callable[[str], None] = lambda text: None
+) -> FlightCheck:
+    """The check with the pace of ``steps`` in its ``hardware``: kept, or what ``rehearse`` finds now.
+
+    ``steps``: all that their pace depends on beside the machine.
+    """
+    key = {"flight check": f"{flight.measured} {flight.file}", "steps": steps}
+    pace, _ = measured_once(key, _positive, rehearse, lambda pace: pace, say)
+    return replace(flight, hardware=replace(flight.hardware, pace=pace))
+
+
+def _positive(found: Any) -> float:
+    if not _is_positive(float(found)):
+        raise ValueError("a pace is not a number greater than 0")
+    return float(found)
+
+
+def _is_positive(number: float) -> bool:
+    return isfinite(number) and number > 0
 
 
 def propose(flight: FlightCheck, trace: Trace, slot_bytes: int, all_bytes: int, window_bytes: int) -> Proposal:
@@ -188,30 +211,45 @@ def _measure(
         gemm=tuple((n, _product_rate(device, kernel, arena, weight_dtype, sizes, n)) for n in TOKENS),
         op_overhead_s=_op_overhead(device, arena),
         read_jitter_s=max(read_s) - median(read_s),
+        read_drag_s_per_byte=_read_drag(reader, model_file, device, kernel, arena, weight_dtype, sizes),
     )
 
 
 def _time_reads(reader: DiskReader, path: Path, target: Tensor) -> list[float]:
-    """Seconds of reads spread over the file: a disk may hold a file's beginning in a cache of its own."""
+    """Seconds of reads spread over the file."""
+    stop = time.perf_counter() + _READ_S
+    most = _MOST_READ_BYTES // len(target)
+    taken: list[float] = []
+    for seconds, _ in _read_all(reader, path, target, lambda: bool(taken) and time.perf_counter() > stop):
+        taken.append(seconds)
+        if len(taken) >= most:
+            break
+    return taken
+
+
+def _read_all(
+    reader: DiskReader, path: Path, target: Tensor, enough: Callable[[], bool]
+) -> Iterator[tuple[float, int]]:
+    """Read pieces of a file, spread over it, as a disk may hold its beginning in a cache of its own: seconds and bytes
+    of each."""
     memory = memoryview((ctypes.c_char * len(target)).from_address(target.data_ptr())).cast("B")
     size = path.stat().st_size
     places = max(1, size // len(memory))
     # Odd, and not a divisor of many numbers: all places are seen before one is seen again.
     stride = next(s for s in (37, 41, 1) if places % s or s == 1)
-    taken: list[float] = []
-    stop = time.perf_counter() + _READ_S
     try:
         # The first read opens the file.
         reader.read(path, 0, memory[:SECTOR_BYTES], min(size, SECTOR_BYTES), (path.name,))
-        while not taken or (time.perf_counter() < stop and len(taken) * len(memory) < _MOST_READ_BYTES):
-            offset = len(taken) * stride % places * len(memory)
+        place = 0
+        while not enough():
+            offset = place * stride % places * len(memory)
             length = min(len(memory), whole_sectors(size - offset))
             before = time.perf_counter()
             reader.read(path, offset, memory[:length], min(length, size - offset), (path.name,))
-            taken.append(time.perf_counter() - before)
+            yield time.perf_counter() - before, length
+            place += 1
     finally:
         reader.close()
-    return taken
 
 
 def _repeat(
@@ -254,6 +292,15 @@ def _product_rate(
     device: Device, kernel: LinearKernel, arena: Tensor, weight_dtype: torch.dtype, sizes: _Sizes, tokens: int
 ) -> float:
     """FLOP/s of a forward product and its input gradient together."""
+    both = _products(device, kernel, arena, weight_dtype, sizes, tokens)
+    both()
+    return 4 * sizes.rows * sizes.inner * tokens / _repeat(device, _PRODUCT_S, both)
+
+
+def _products(
+    device: Device, kernel: LinearKernel, arena: Tensor, weight_dtype: torch.dtype, sizes: _Sizes, tokens: int
+) -> Callable[[], None]:
+    """A forward product and its input gradient, in ``arena``."""
     dtype = device.compute_dtype(weight_dtype)
     generator = torch.Generator(arena.device).manual_seed(0)
     offset = 0
@@ -273,8 +320,52 @@ def _product_rate(
         kernel.forward(weight_RK, x_KN, y_RN)
         kernel.input_gradient(weight_RK, y_RN, x_KN, True)
 
-    both()
-    return 4 * sizes.rows * sizes.inner * tokens / _repeat(device, _PRODUCT_S, both)
+    return both
+
+
+def _read_drag(
+    reader: DiskReader,
+    path: Path,
+    device: Device,
+    kernel: LinearKernel,
+    arena: Tensor,
+    weight_dtype: torch.dtype,
+    sizes: _Sizes,
+) -> float:
+    """Seconds that products lose per byte read beside them: to the threads that read, and to memory. None of a device
+    that computes from its own."""
+    if not device.shares_ram:
+        return 0.0
+    both = _products(device, kernel, arena, weight_dtype, sizes, _DRAG_TOKENS)
+    target = torch.empty(_DRAG_READ_BYTES + SECTOR_BYTES, dtype=torch.uint8)
+    target = target[-target.data_ptr() % SECTOR_BYTES :][:_DRAG_READ_BYTES]
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            both()
+        return time.perf_counter() - start
+
+    times = 1
+    times = max(2, ceil(_DRAG_S / seconds()))
+    lost: list[float] = []
+    for _ in range(_DRAG_TIMES):
+        alone_s = seconds()
+        with ThreadPoolExecutor(1) as beside:
+            stop = Event()
+            reading = beside.submit(_read_until, stop, reader, path, target)
+            disturbed_s = seconds()
+            stop.set()
+        lost.append((disturbed_s - alone_s) / max(1, reading.result()))
+    return max(0.0, median(lost))
+
+
+def _read_until(stop: Event, reader: DiskReader, path: Path, target: Tensor) -> int:
+    """Read ``path`` over and over; returns the bytes."""
+    done = 0
+    while not stop.is_set():
+        done += sum(length for _, length in _read_all(reader, path, target, stop.is_set))
+    return done
 
 
 def _op_overhead(device: Device, arena: Tensor) -> float:
@@ -308,7 +399,7 @@ class _Link(torch.autograd.Function):
         return dy.t().t() * w, None
 
 
-# -- the cache
+# -- what is kept
 
 
 def cpu_model() -> str:
@@ -333,28 +424,6 @@ def _key(model_file: Path, device: Device, weight_dtype: torch.dtype, kernel: st
     }
 
 
-def _cache_file(key: Mapping[str, str]) -> Path:
-    name = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return cache_folder("flight") / f"{name}.json"
-
-
-def _load(file: Path, key: Mapping[str, str], say: Callable[[str], None]) -> tuple[Rates, str] | None:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["format"] != _FORMAT:
-            say(f"flight check: {file} is of another version of lema; measuring again")
-            return None
-        if found["key"] != key:
-            raise ValueError("it describes another machine")
-        return _rates(found["rates"]), str(found["measured"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        say(f"flight check: {file} cannot be used ({type(error).__name__}: {reason}); measuring again")
-        return None
-
-
 def _rates(found: Mapping[str, Any]) -> Rates:
     """Raises KeyError, TypeError or ValueError for what is not rates."""
     values = {
@@ -365,18 +434,7 @@ def _rates(found: Mapping[str, Any]) -> Rates:
     rates = Rates(gemm=gemm, link_bytes_per_s=None if link is None else float(link), **values)
     positive = [rates.disk_bytes_per_s, rates.memory_bytes_per_s, rates.op_overhead_s, *(rate for _, rate in gemm)]
     positive += [rates.link_bytes_per_s] if link is not None else []
-    if not gemm or not all(isfinite(rate) and rate > 0 for rate in positive) or not 0 <= rates.read_jitter_s < 3600:
+    not_negative = rates.read_jitter_s, rates.read_drag_s_per_byte
+    if not gemm or not all(map(_is_positive, positive)) or not all(0 <= value < 3600 for value in not_negative):
         raise ValueError("a rate is not a number greater than 0")
     return rates
-
-
-def _save(file: Path, key: Mapping[str, str], rates: Rates, measured: str, say: Callable[[str], None]) -> Path | None:
-    text = json.dumps({"format": _FORMAT, "measured": measured, "key": key, "rates": asdict(rates)}, indent=2)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as partial:
-            partial.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        say(f"flight check: {file}: not kept: {error.strerror or error}; LEMA_CACHE says where it goes")
-        return None
-    return file

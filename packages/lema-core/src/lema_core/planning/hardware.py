@@ -16,7 +16,7 @@ COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 #: bytes of RAM by field in a mapping; rates of bytes may be written "12GB/s"
 _BYTES = ("ram_bytes", "device_bytes")
 _BYTE_RATES = ("disk_bytes_per_s", "link_bytes_per_s", "memory_bytes_per_s")
-_OPTIONAL = ("device_bytes", "link_bytes_per_s", "op_overhead_s", "name", "source")
+_OPTIONAL = ("device_bytes", "link_bytes_per_s", "op_overhead_s", "name", "source", "pace", "read_drag_s_per_byte")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class Hardware:
     ``device_bytes`` and ``link_bytes_per_s`` (RAM -> device) are None where the device computes from RAM.
     ``memory_bytes_per_s``: bytes read and written per second in the memory that is computed in. ``gemm``: FLOP/s of
     products by their number of tokens, as (tokens, FLOP/s) in rising order of tokens. ``op_overhead_s``: what an
-    operation costs beside its work. ``source``: where the figures come from.
+    operation costs beside its work. ``source``: where the figures come from. ``pace``: how many times longer than these
+    rates say a model's steps compute, where that was found out. ``read_drag_s_per_byte``: what computing loses to each
+    byte that is read from disk beside it.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Hardware:
     compute_dtype: str
     op_overhead_s: float
     source: str
+    pace: float = 1.0
+    read_drag_s_per_byte: float = 0.0
 
     @property
     def device_shares_ram(self) -> bool:
@@ -164,7 +168,7 @@ def from_mapping(values: Any, source: str) -> Hardware:
                 f"{source}: unknown field {name!r}; known: {', '.join(sorted(known))}{did_you_mean(str(name), known)}"
             )
     found: dict[str, Any] = {"name": source, "source": source, "op_overhead_s": 10e-6}
-    found |= {"device_bytes": None, "link_bytes_per_s": None}
+    found |= {"device_bytes": None, "link_bytes_per_s": None, "pace": 1.0, "read_drag_s_per_byte": 0.0}
     if "like" in values:
         base = named_hardware(str(values["like"]))
         found = {field.name: getattr(base, field.name) for field in fields(Hardware)} | {"name": source}

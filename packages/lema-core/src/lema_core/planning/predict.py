@@ -94,6 +94,10 @@ def predict_step(trace: Trace, plan: StepPlan, granules: Sequence[Granule], rate
     """
     disk_bytes = _file_bytes(granules)
     lanes = _Lanes(plan, granules, disk_bytes, rates)
+    disk_loads = (plan.far or plan.near).loads
+    read_bytes = sum(disk_bytes[load.granule] for load in disk_loads)
+    undisturbed_s = sum(sum(_work_s(work, rates, plan.far is not None)) for work in trace.work)
+    drag = 1 + rates.read_drag_s_per_byte * read_bytes / undisturbed_s if undisturbed_s else 1.0
     released: list[float] = []
     spans = lanes.spans
     queued = plan.far is not None
@@ -108,7 +112,7 @@ def predict_step(trace: Trace, plan: StepPlan, granules: Sequence[Granule], rate
                 now = there
         started = now
         work = trace.work[position] if trace.work else _NOTHING
-        product_s, beside_s = _work_s(work, rates, queued)
+        product_s, beside_s = (drag * seconds for seconds in _work_s(work, rates, queued))
         # Nothing starts before it is queued.
         now = max(now, queued_s) + product_s
         # What follows the product no longer needs the weight.
@@ -119,7 +123,6 @@ def predict_step(trace: Trace, plan: StepPlan, granules: Sequence[Granule], rate
             queued_s += _overhead_s(work, rates)
             now = max(now, queued_s)
         spans.append(Span("compute", started, now, granule))
-    disk_loads = (plan.far or plan.near).loads
     return StepPrediction(
         step_s=now,
         compute_s=now - wait_s,
@@ -127,7 +130,7 @@ def predict_step(trace: Trace, plan: StepPlan, granules: Sequence[Granule], rate
         disk_s=lanes.busy_s["disk"],
         link_s=lanes.busy_s["link"],
         wait_s=wait_s,
-        read_bytes=sum(disk_bytes[load.granule] for load in disk_loads),
+        read_bytes=read_bytes,
         copied_bytes=sum(granules[load.granule].nbytes for load in plan.near.loads) if plan.far else 0,
         timeline=tuple(spans),
     )
@@ -143,15 +146,16 @@ def compute_s(trace: Trace, rates: Hardware) -> float:
 def _work_s(work: Work, rates: Hardware, queued: bool) -> tuple[float, float]:
     """Of the product with its borrow, and of all beside it: activations that are read and written, and, unless they are
     ``queued`` ahead, what operations cost."""
-    product_s = rates.product_s(work.flops, work.tokens)
-    beside_s = work.touched_bytes / rates.memory_bytes_per_s
+    product_s = rates.pace * rates.product_s(work.flops, work.tokens)
+    beside_s = rates.pace * work.touched_bytes / rates.memory_bytes_per_s
     if queued:
         return product_s, beside_s
-    return product_s + rates.op_overhead_s, beside_s + _overhead_s(work, rates) - rates.op_overhead_s
+    first_s = rates.pace * rates.op_overhead_s
+    return product_s + first_s, beside_s + _overhead_s(work, rates) - first_s
 
 
 def _overhead_s(work: Work, rates: Hardware) -> float:
-    return max(1, work.operations) * rates.op_overhead_s
+    return rates.pace * max(1, work.operations) * rates.op_overhead_s
 
 
 class _Lanes:

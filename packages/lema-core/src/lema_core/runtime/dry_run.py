@@ -11,22 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from functools import cached_property
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from lema_core.adapter import ModelAdapter
-from lema_core.ops.context import Dropout, ForwardContext, Segment
-from lema_core.ops.gradient import backward_from
 from lema_core.ops.kernels import Kernels
 from lema_core.ops.linear import LinearKernel
 from lema_core.ops.low_rank import LowRankUpdate
-from lema_core.ops.streamed import Pass
-from lema_core.ops.tape import Tape
-from lema_core.runtime.head_loss import chunk_loss
+from lema_core.runtime.piece_run import Level, Observer, PieceRun, segment
 from lema_core.runtime.stand_in import (
     ByteCounter,
     CountingOps,
@@ -43,14 +36,6 @@ from lema_core.store.trace import Work
 #: tokens of the two runs that amounts are solved from. Those of the second pair fill whole vector registers, whatever
 #: the model's sizes: what torch allocates for rests differs between the runs of the first, where there are any.
 _FEW_AND_MORE = (8, 16), (64, 128)
-
-
-class Level(IntEnum):
-    """What a block leaves in memory for its gradient: its input, its products too, or all of autograd's graph."""
-
-    RECOMPUTE = 0
-    KEEP = 1
-    GRAPH = 2
 
 
 @dataclass(frozen=True)
@@ -166,6 +151,8 @@ class DryRun:
             if spec.name in model.layout.parts:
                 self._names.setdefault(spec.layer, []).append(spec.name)
         self._looks = {layer: self._look(names) for layer, names in self._names.items()}
+        self._trained = {layer: self._count_trained(names) for layer, names in self._names.items()}
+        self._trained[None] = self._count_trained(self._updates)
         self._pieces: dict[Hashable, Piece] = {}
         self._found: dict[Hashable, tuple[tuple[_Borrowed, ...], PieceCost]] = {}
 
@@ -173,10 +160,24 @@ class DryRun:
     def context(self) -> Amount:
         """Bytes of what all blocks share: token ids, positions, rotary tables."""
         few, more = (
-            (run.tokens, sum(map(nbytes_of, (run.ids, *tensors_in(vars(run.ctx))))))
-            for run in (_Run(self, tokens, ALONE) for tokens in _FEW_AND_MORE[0])
+            (piece.tokens, sum(map(nbytes_of, (piece.run.ids, *tensors_in(vars(piece.run.ctx))))))
+            for piece in (_DryPiece(self, tokens, ALONE) for tokens in _FEW_AND_MORE[0])
         )
         return Amount.through(few, more)
+
+    def look(self, layer: int) -> Hashable:
+        """Equal for layers that cost the same."""
+        return self._looks[layer]
+
+    def trained_in(self, layer: int | None = None) -> tuple[int, int]:
+        """How many numbers are trained, in how many tensors: in one layer, or in all."""
+        return self._trained[layer]
+
+    def _count_trained(self, names: Iterable[str]) -> tuple[int, int]:
+        modules = (name.removesuffix(".weight") for name in names)
+        updates = (self._updates[module] for module in modules if module in self._updates)
+        sizes = [parameter.numel() for update in updates for parameter in update.parameters()]
+        return sum(sizes), len(sizes)
 
     @property
     def boundary(self) -> Amount:
@@ -203,7 +204,7 @@ class DryRun:
         """Final norm and output projection of one chunk, with their gradient where ``trained``."""
         return self._piece(("head", trained, wants_dx), None, packing, lambda run: run.head(trained, wants_dx))
 
-    def _piece(self, kind: Hashable, layer: int | None, packing: Packing, what: Callable[[_Run], None]) -> Piece:
+    def _piece(self, kind: Hashable, layer: int | None, packing: Packing, what: Callable[[PieceRun], None]) -> Piece:
         if (kind, layer, packing) not in self._pieces:
             key = kind, self._looks.get(layer), packing
             if key not in self._found:
@@ -214,20 +215,20 @@ class DryRun:
         return self._pieces[kind, layer, packing]
 
     def _find(
-        self, layer: int | None, packing: Packing, what: Callable[[_Run], None]
+        self, layer: int | None, packing: Packing, what: Callable[[PieceRun], None]
     ) -> tuple[tuple[_Borrowed, ...], PieceCost]:
         """Run a piece of one layer; others that look like it cost the same and borrow likewise."""
         with _one_thread():
-            self._set_gradients(layer)
+            self._set_gradients(self._names.get(layer, ()))
             for tokens in _FEW_AND_MORE:
                 # Once uncounted: what torch and kernels make at a first call, and keep, is no part of a step.
-                what(_Run(self, tokens[1], packing))
-                few, more = (_Run(self, n, packing, counted=True) for n in tokens)
-                what(few)
-                what(more)
+                what(_DryPiece(self, tokens[1], packing).run)
+                few, more = (_DryPiece(self, n, packing, counted=True) for n in tokens)
+                what(few.run)
+                what(more.run)
                 if len(few.counter.alive_bytes) == len(more.counter.alive_bytes):
                     break
-            self._set_gradients(None)
+            self._set_gradients(())
         names = {name: place for place, name in enumerate(self._names.get(layer, ()))}
         borrowed = tuple(
             _Borrowed(names.get(part.tensor), part, self._model.layout.parts[part.tensor].index(part))
@@ -250,9 +251,9 @@ class DryRun:
             looks.append((shapes, None if update is None else (update.rank, update.dropout)))
         return tuple(looks)
 
-    def _set_gradients(self, layer: int | None) -> None:
+    def _set_gradients(self, names: Iterable[str]) -> None:
         """Gradients outlive a piece, so they are there before it, and gone after."""
-        here = set(self._names.get(layer, ())) if layer is not None else set()
+        here = set(names)
         for name, update in self._updates.items():
             for parameter in update.parameters():
                 parameter.grad = torch.zeros_like(parameter) if f"{name}.weight" in here else None
@@ -278,109 +279,43 @@ class _Borrowed:
     index: int
 
 
-class _Run:
-    """One piece on ``tokens`` tokens of one micro-batch, or of two unequal ones."""
+class _DryPiece(Observer):
+    """One piece on ``tokens`` tokens of one micro-batch, or of two unequal ones, and what was seen of it."""
 
     def __init__(self, dry: DryRun, tokens: int, packing: Packing, counted: bool = False) -> None:
-        self.adapter = dry.adapter
         self.tokens = tokens
         self.weights = StandInWeights(dry._model)
         self.counter = ByteCounter(self.weights) if counted else None
         linear = dry._kernels.linear
-        self.kernels = replace(dry._kernels, linear=StandInKernel(self.weights, isinstance(linear, LinearKernel)))
-        self.dtype = dry.dtype
+        kernels = replace(dry._kernels, linear=StandInKernel(self.weights, isinstance(linear, LinearKernel)))
         biased = dry._model.biased_modules
-        self.ops = CountingOps(self.weights, self.kernels, torch.device("cpu"), self.dtype, dry._updates, biased)
+        ops = CountingOps(self.weights, kernels, torch.device("cpu"), dry.dtype, dry._updates, biased)
         # Where one needs a mask, the other does not: a kernel may have two ways then, and hold what both take.
         first = tokens - tokens // 4 if packing.several else tokens
-        self.segments = (_segment(0, 0, first, 2, packing.masked),)
+        segments = (segment(0, 0, first, 2, packing.masked),)
         if packing.several:
-            self.segments += (_segment(1, first, tokens, 1, False),)
-        self.ids = torch.zeros(1, tokens, dtype=torch.int64)
-        self.ctx = ForwardContext(torch.arange(tokens)[None], segments=self.segments)
-        self.adapter.prepare(self.ctx)
-        self._dropout = Dropout(0, 0, self.segments)
+            segments += (segment(1, first, tokens, 1, False),)
+        self.run = PieceRun(dry.adapter, ops, segments, self)
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         if self.counter is None:
             yield
             return
         with self.counter:
             yield
 
-    def _start(self) -> None:
-        """What comes next is the piece."""
+    def started(self) -> None:
         self.weights.start()
         if self.counter is not None:
             self.counter.start()
 
-    def _finish(self, result: Any) -> None:
-        """Count what is left while ``result`` is still alive."""
+    def over(self) -> None:
         if self.counter is not None:
             self.counter.finish()
 
-    def _x(self) -> Tensor:
-        return torch.zeros(self.adapter.hidden_size, self.tokens, dtype=self.dtype).t()[None]
 
-    def embed(self) -> None:
-        with torch.no_grad(), self.ops.during(Pass(self.segments)), self._counted():
-            x = self.adapter.embed(self.ops, self.ids, self.ctx)
-            self._finish(x)
-
-    def forward(self, layer: int, level: Level) -> None:
-        x_BTC, tape = self._x(), Tape() if level is Level.KEEP else None
-        with torch.set_grad_enabled(level is Level.GRAPH), self.ops.during(Pass(self.segments, self._dropout, tape)):
-            x_BTC.requires_grad_(level is Level.GRAPH)
-            with self._counted():
-                y = self.adapter.block(self.ops, layer, x_BTC, self.ctx)
-                self._finish(y)
-
-    def evaluation(self, layer: int) -> None:
-        ctx = ForwardContext(self.ctx.positions_BT.view(2, -1))
-        self.adapter.prepare(ctx)
-        x_BTC = self._x().view(2, -1, self.adapter.hidden_size)
-        with torch.no_grad(), self._counted():
-            y = self.adapter.block(self.ops, layer, x_BTC, ctx)
-            self._finish(y)
-
-    def backward(self, layer: int, level: Level, wants_dx: bool) -> None:
-        x_BTC, dy_BTC = self._x(), self._x()
-        first = Pass(self.segments, self._dropout, Tape() if level is Level.KEEP else None)
-        again = replace(first, again=True)
-        with self._counted():
-            # What the forward pass left is let go as the gradient is computed.
-            if level is Level.KEEP:
-                with torch.no_grad(), self.ops.during(first):
-                    self.adapter.block(self.ops, layer, x_BTC, self.ctx)
-            x_BTC.requires_grad_(wants_dx)
-            with torch.enable_grad():
-                if level is Level.GRAPH:
-                    with self.ops.during(first):
-                        y = self.adapter.block(self.ops, layer, x_BTC, self.ctx)
-                self._start()
-                if level is not Level.GRAPH:
-                    with self.ops.during(again):
-                        y = self.adapter.block(self.ops, layer, x_BTC, self.ctx)
-                if y.requires_grad:
-                    backward_from(y, dy_BTC)
-                del y
-                self._finish(x_BTC.grad)
-
-    def head(self, trained: bool, wants_dx: bool) -> None:
-        x_NC, targets = self._x()[0], torch.zeros(self.tokens, dtype=torch.int64)
-        with self.ops.during(Pass(self.segments)), self._counted():
-            result = chunk_loss(self.adapter, self.ops, x_NC, targets, 1.0 if trained else None, wants_dx)
-            self._finish(result)
-
-
-def _segment(micro_batch: int, start: int, stop: int, rows: int, masked: bool) -> Segment:
-    tokens = (stop - start) // rows
-    mask = torch.ones(rows, tokens, tokens, dtype=torch.bool) if masked else None
-    return Segment(start, stop, rows, tokens, micro_batch, mask)
-
-
-def _cost(few: _Run, more: _Run) -> PieceCost:
+def _cost(few: _DryPiece, more: _DryPiece) -> PieceCost:
     def amount(few_bytes: float, more_bytes: float) -> Amount:
         return Amount.through((few.tokens, few_bytes), (more.tokens, more_bytes))
 

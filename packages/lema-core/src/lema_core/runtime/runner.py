@@ -24,8 +24,9 @@ from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import Pass, StreamedOps
 from lema_core.ops.tape import Tape
 from lema_core.runtime.batch import TokenBatch, total_targets
-from lema_core.runtime.dry_run import DryRun, Level
+from lema_core.runtime.dry_run import DryRun
 from lema_core.runtime.head_loss import chunk_tokens, cut_tokens, head_loss
+from lema_core.runtime.piece_run import Level
 from lema_core.runtime.schedule import MicroBatch, Scheduler, StepCosts, StepSchedule, StepShape
 from lema_core.store.activations import ActivationStream
 from lema_core.store.model import StreamedModel
@@ -85,6 +86,8 @@ class ModelRunner:
         self.adapter = adapter
         self.store = store
         self._device: Device = store.device
+        for update in updates.values():
+            update.keep_gradients()
         self.dtype = self._device.compute_dtype(model.matrix_dtype)
         self.scheduler = scheduler or Scheduler(StepCosts(DryRun(adapter, model, updates, self.dtype, kernels)))
         self.activations = activations or ActivationStream(self._device, None, None, None)
@@ -112,7 +115,6 @@ class ModelRunner:
             sizes = self.scheduler.costs.boundaries(shape, schedule)
             with self.activations.step(sizes, schedule.boundary_bytes):
                 loss = self._train(learning, schedule, how, step, 1.0 / n_targets, logits)
-        self._device.trim()
         return loss.item() / n_targets
 
     def _train(

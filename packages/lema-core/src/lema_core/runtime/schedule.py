@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lema_core.memory import format_bytes
-from lema_core.runtime.dry_run import DryRun, Level, Packing, Piece
+from lema_core.runtime.dry_run import DryRun, Packing, Piece
 from lema_core.runtime.head_loss import chunk_tokens, cut_head, cut_tokens
+from lema_core.runtime.piece_run import Level
 from lema_core.store.trace import Trace, Work
 
 #: products are about as fast with so many columns as with more: a group need not be larger
@@ -22,6 +24,11 @@ ENOUGH_TOKENS = 512
 
 #: bytes of a step that grow with nothing
 _FIXED_BYTES = 32_768
+
+#: per trained number: gradient, parameter and moments read, the last three written, and the gradient for the norm
+_UPDATED_BYTES = 32
+#: per trained tensor
+_UPDATE_OPERATIONS = 10
 
 #: the micro-batches that pass a layer together, by index
 Groups = tuple[tuple[int, ...], ...]
@@ -69,6 +76,11 @@ class StepSchedule:
     levels: tuple[Level, ...]
     boundary_bytes: int | None = None
 
+    @property
+    def kept_share(self) -> float:
+        """Of the layers, those that keep their products."""
+        return sum(level is Level.KEEP for level in self.levels) / max(1, len(self.levels))
+
     def describe(self) -> str:
         """``graph of 3 layers, products of 10, 9 recomputed; 8 micro-batches in 1 group``."""
         counts = [sum(level is wanted for level in self.levels) for wanted in reversed(Level)]
@@ -77,6 +89,14 @@ class StepSchedule:
             f"graph kept of {counts[0]} layers, products of {counts[1]}, {counts[2]} recomputed{lower}; "
             f"{sum(map(len, self.groups))} micro-batches in {len(self.groups)} groups"
         )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``count`` layers that cost the same as ``layer``."""
+
+    layer: int
+    count: int
 
 
 class StepCosts:
@@ -91,7 +111,8 @@ class StepCosts:
 
     def trace(self, shape: StepShape, schedule: StepSchedule) -> Trace:
         """The accesses of a step, in the order in which ModelRunner makes them."""
-        return _trace(("train", shape, schedule), self._pieces(shape, schedule))
+        trace = _trace(("train", shape, schedule), self._pieces(shape, schedule))
+        return _followed_by(trace, self._update())
 
     def _pieces(self, shape: StepShape, schedule: StepSchedule) -> list[tuple[Piece, int, int]]:
         dry, n_layers = self._dry, self.n_layers
@@ -120,6 +141,42 @@ class StepCosts:
         pieces += [(dry.evaluation(layer), tokens, row_tokens) for layer in range(self.n_layers)]
         pieces += [(dry.head(False, False), chunk, 1) for chunk in chunks]
         return _trace(("evaluate", tokens, row_tokens, chunks), pieces)
+
+    def _update(self, layer: int | None = None) -> Work:
+        """Clipping and AdamW of what is trained, in one layer or in all: reads the gradient for its norm, then reads
+        and writes parameter and moments."""
+        numbers, tensors = self._dry.trained_in(layer)
+        return Work(0.0, 1, _UPDATED_BYTES * numbers, _UPDATE_OPERATIONS * tensors)
+
+    # -- pieces that stand for a step
+
+    def kinds(self, shape: StepShape) -> list[Kind]:
+        """Trained layers, those that cost the same together."""
+        first_of: dict[Hashable, int] = {}
+        counts: Counter[Hashable] = Counter()
+        for layer in range(shape.first_layer, self.n_layers):
+            look = self._dry.look(layer)
+            first_of.setdefault(look, layer)
+            counts[look] += 1
+        return [Kind(layer, counts[look]) for look, layer in first_of.items()]
+
+    def looks(self, shape: StepShape) -> str:
+        """All of a step of ``shape`` that its pace depends on."""
+        kinds = [(self._dry.look(kind.layer), kind.count) for kind in self.kinds(shape)]
+        return f"{kinds}, {self._dry.adapter.vocab_size} ids, {shape.micro_batches[0]} x {len(shape.micro_batches)}"
+
+    def layer_trace(self, layer: int, micro_batches: Sequence[MicroBatch]) -> Trace:
+        """A layer's pass that keeps its graph, its gradient, and the update of what is trained in it."""
+        shape = StepShape(tuple(micro_batches), layer)
+        group = range(len(micro_batches))
+        (tokens, row), packing = _group_size(shape, group), _packing(shape, group)
+        passes = self._dry.forward(layer, Level.GRAPH, packing), self._dry.backward(layer, Level.GRAPH, True, packing)
+        trace = _trace(("layer", layer, shape), [(piece, tokens, row) for piece in passes])
+        return _followed_by(trace, self._update(layer))
+
+    def head_trace(self, tokens: int) -> Trace:
+        """The head and its gradient over a chunk of one micro-batch."""
+        return _trace(("head", tokens), [(self._dry.head(True, True), tokens, 1)])
 
     # -- memory
 
@@ -301,6 +358,13 @@ def _trace(key: Hashable, pieces: Iterable[tuple[Piece, int, int]]) -> Trace:
         accesses += piece.accesses
         work += piece.work(tokens, row_tokens)
     return Trace(key, tuple(accesses), tuple(work))
+
+
+def _followed_by(trace: Trace, work: Work) -> Trace:
+    """With ``work`` after all else."""
+    *before, last = trace.work
+    touched, operations = last.touched_bytes + work.touched_bytes, last.operations + work.operations
+    return replace(trace, work=(*before, replace(last, touched_bytes=touched, operations=operations)))
 
 
 def _group_size(shape: StepShape, group: Sequence[int]) -> tuple[int, int]:

@@ -10,8 +10,10 @@ from lema_core.memory import format_bytes
 
 @dataclass(frozen=True)
 class StepChoice:
-    """One way to run a step: the bytes of activations it holds at most, and the seconds it computes."""
+    """One way to run a step: the bytes of ``activations`` it holds at most, ``nbytes`` that the process is given for
+    them, gaps and the kernels' scratch memory included, and the seconds it computes."""
 
+    activations: int
     nbytes: int
     compute_s: float
 
@@ -42,7 +44,7 @@ class BudgetRequest:
     weights_ram: int | None = None
     weights_vram: int | None = None
     resident: bool = False
-    choices: tuple[StepChoice, ...] = (StepChoice(0, 0.0),)
+    choices: tuple[StepChoice, ...] = (StepChoice(0, 0, 0.0),)
     activations: int | None = None
     comfortable: int = 0
     passes: int = 2
@@ -98,9 +100,9 @@ def _share(
 ) -> tuple[int, int]:
     """The window and the activations of the memory that is computed in."""
     least = request.choices[0]
-    if request.activations is not None and request.activations < least.nbytes:
+    if request.activations is not None and request.activations < least.activations:
         raise BudgetError(
-            f"activations: {request.activations:,} bytes are given, {least.nbytes:,} are needed where all that can be "
+            f"activations: {request.activations:,} bytes are given, {least.activations:,} are needed where all that can be "
             "is recomputed; raise activations_ram or activations_vram, or shorten max_seq_length or batch_size"
         )
     wanted, must_have = _wanted(request, fixed)
@@ -115,11 +117,12 @@ def _share(
     allowed = [
         choice
         for choice in request.choices
-        if left - choice.nbytes >= must_have and (request.activations is None or choice.nbytes <= request.activations)
+        if left - choice.nbytes >= must_have
+        and (request.activations is None or choice.activations <= request.activations)
     ]
     best = min(allowed, key=step_s, default=least)
     window = _window(request, option, fixed, left, best.nbytes, source, because)
-    activations = left - window
+    activations = best.activations + left - window - best.nbytes
     if request.activations is not None:
         activations = min(activations, request.activations)
     return window, activations

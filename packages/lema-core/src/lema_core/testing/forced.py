@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lema_core.runtime.dry_run import Level
+from lema_core.runtime.piece_run import Level
 from lema_core.runtime.schedule import Groups, StepCosts, StepSchedule, StepShape
 from lema_core.store.trace import Trace
 
