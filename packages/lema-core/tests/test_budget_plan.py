@@ -167,6 +167,14 @@ def test_in_between_the_step_is_as_short_as_can_be() -> None:
     assert plan_budget(replace(turns, read_bytes_per_s=100 * GB)).activations == 2 * GB
 
 
+def test_where_reads_slow_the_compute_a_larger_window_is_worth_some_of_it() -> None:
+    """Graphs save 1 s against products, and 2 * 1.5 GB of reads more cost 1.2 s at 0.4 s per GB."""
+    request = replace(SHARED, read_bytes_per_s=10 * GB)
+    assert plan_budget(request).activations == 2 * GB
+    assert plan_budget(replace(request, read_drag_s_per_byte=0.4 / GB)).activations == GB // 2
+    assert plan_budget(replace(request, read_drag_s_per_byte=0.3 / GB)).activations == 2 * GB
+
+
 def test_what_the_weights_do_not_need_goes_to_activations() -> None:
     plan = plan_budget(replace(SHARED, ram_limit=40 * GB))
     assert plan.ram == SHARED.total and plan.activations == 40 * GB - 2 * GB - GB - SHARED.total

@@ -191,6 +191,7 @@ class CudaDevice:
 
 #: glibc takes no larger one on 64 bits
 _LARGEST_MMAP_THRESHOLD = 32 << 20
+_LARGEST_INT = (1 << 31) - 1
 
 
 def _keep_freed_memory() -> None:
@@ -204,7 +205,8 @@ def _keep_freed_memory() -> None:
         return
     m_trim_threshold, m_mmap_threshold = -1, -3
     mallopt(m_mmap_threshold, _LARGEST_MMAP_THRESHOLD)
-    mallopt(m_trim_threshold, 256 << 20)
+    # What is not needed is given back where a step says so (trim), and not whenever much is free for a moment.
+    mallopt(m_trim_threshold, _LARGEST_INT)
 
 
 def _give_back_freed_memory() -> None:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from lema.config import LemaConfig
 from lema.planner import Machine, RunPlan, Workload, plan_run, step_choices, this_machine
+from lema.prediction import tier_memory
 from lema_core.budgets import parse_amount
 from lema_core.checkpoint import bind_tensors, read_generation_config, read_hf_config, read_manifest
 from lema_core.device import Device, open_device
@@ -42,6 +43,9 @@ from lema_train.lora import LoraWeights
 from lema_train.optimizer import AdamW, Optimizer
 from lema_train.peft_format import peft_bytes, read_peft_config, save_peft
 from lema_train.trainer import Trainer, TrainerOptions
+
+#: of the memory that is planned for a process: gaps are given back beyond it
+_NEAR_ALL = 0.97
 
 
 class LemaModel:
@@ -296,8 +300,15 @@ class LemaModel:
                 self._kernels,
                 plan.scheduler,
                 plan.activations(self._device),
+                self._most_bytes(plan),
             )
         return self._runner
+
+    def _most_bytes(self, plan: RunPlan) -> int | None:
+        """What the process may have after a step before gaps are given back; None where no step is planned."""
+        if plan.work.shape is None or not plan.machine.shares_ram:
+            return None
+        return int(_NEAR_ALL * tier_memory(plan)["ram"].total)
 
     @cached_property
     def _kernels(self) -> Kernels:

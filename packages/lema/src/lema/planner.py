@@ -30,7 +30,7 @@ _NUMBER_BYTES, _GRADIENT_BYTES, _MOMENT_BYTES = 4, 4, 8
 #: slots with which reads keep ahead of the compute
 _AHEAD = 8
 #: what the allocator's gaps take of the activations; more where products are kept, with what is freed between them
-_GAPS, _GAPS_OF_KEPT = 0.09, 0.25
+_GAPS, _GAPS_OF_KEPT = 0.09, 0.13
 #: what kernels keep between products: packed inputs, packed gradients, and all else
 _MOST_PACKED_BYTES, _MOST_SCRATCH_BYTES, _KEPT_BYTES = 16_000_000, 8_400_000, 15_000_000
 #: what an interpreter with torch and lema holds on a machine that is only thought of
@@ -156,6 +156,7 @@ class RunPlan:
             activations=min((a for a in activations if a is not None), default=None),
             comfortable=model.smallest_bytes + (_AHEAD - 1) * model.layout.slot_bytes,
             read_bytes_per_s=m.rates.disk_bytes_per_s if m.shares_ram else m.rates.link_bytes_per_s,
+            read_drag_s_per_byte=m.rates.read_drag_s_per_byte,
         )
         return get_plugin_manager().hook.lema_plan_budget(request=request)
 

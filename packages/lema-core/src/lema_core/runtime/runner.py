@@ -17,6 +17,7 @@ from lema_core.adapter import ModelAdapter
 from lema_core.device import Device
 from lema_core.errors import DataError
 from lema_core.kv import KVCache
+from lema_core.memory import rss_bytes
 from lema_core.ops.context import Dropout, ForwardContext, Segment, attention_mask_BTS, needs_mask, token_positions
 from lema_core.ops.gradient import backward_from
 from lema_core.ops.kernels import Kernels
@@ -70,7 +71,9 @@ class ModelRunner:
     ``.grad``.
 
     ``scheduler`` decides what a training step keeps and what passes a layer together; by default a step keeps all.
-    ``activations`` holds what blocks are given until their gradient comes; by default without a limit.
+    ``activations`` holds what blocks are given until their gradient comes; by default without a limit. After a step
+    that leaves the process with more than ``most_bytes``, gaps between what the allocator keeps included, those are
+    given back; None: after every step. The next step has to ask for them again, a tenth of a small model's step.
     """
 
     def __init__(
@@ -82,12 +85,14 @@ class ModelRunner:
         kernels: Kernels,
         scheduler: Scheduler | None = None,
         activations: ActivationStream | None = None,
+        most_bytes: int | None = None,
     ) -> None:
         self.adapter = adapter
         self.store = store
         self._device: Device = store.device
         for update in updates.values():
             update.keep_gradients()
+        self._most_bytes = most_bytes
         self.dtype = self._device.compute_dtype(model.matrix_dtype)
         self.scheduler = scheduler or Scheduler(StepCosts(DryRun(adapter, model, updates, self.dtype, kernels)))
         self.activations = activations or ActivationStream(self._device, None, None, None)
@@ -115,6 +120,8 @@ class ModelRunner:
             sizes = self.scheduler.costs.boundaries(shape, schedule)
             with self.activations.step(sizes, schedule.boundary_bytes):
                 loss = self._train(learning, schedule, how, step, 1.0 / n_targets, logits)
+        if self._most_bytes is None or rss_bytes() > self._most_bytes:
+            self._device.trim()
         return loss.item() / n_targets
 
     def _train(

@@ -29,8 +29,8 @@ class BudgetRequest:
     fixed, None for auto. ``resident``: everything must stay where it is computed from.
 
     ``choices``: ways to run a step, from the one that holds least on; ``activations``: the most they may hold, None for
-    auto. A step reads ``passes`` times what the window does not hold, at ``read_bytes_per_s``. Below ``comfortable``
-    bytes a window has too few slots to read ahead.
+    auto. A step reads ``passes`` times what the window does not hold, at ``read_bytes_per_s``, and computes
+    ``read_drag_s_per_byte`` longer for it. Below ``comfortable`` bytes a window has too few slots to read ahead.
     """
 
     total: int
@@ -49,6 +49,7 @@ class BudgetRequest:
     comfortable: int = 0
     passes: int = 2
     read_bytes_per_s: float = 1e9
+    read_drag_s_per_byte: float = 0.0
 
     @property
     def device_shares_ram(self) -> bool:
@@ -102,17 +103,19 @@ def _share(
     least = request.choices[0]
     if request.activations is not None and request.activations < least.activations:
         raise BudgetError(
-            f"activations: {request.activations:,} bytes are given, {least.activations:,} are needed where all that can be "
-            "is recomputed; raise activations_ram or activations_vram, or shorten max_seq_length or batch_size"
+            f"activations: {request.activations:,} bytes are given, {least.activations:,} are needed where all that "
+            "can be is recomputed; raise activations_ram or activations_vram, or shorten max_seq_length or batch_size"
         )
     wanted, must_have = _wanted(request, fixed)
 
     def step_s(choice: StepChoice) -> float:
         window = min(wanted, left - choice.nbytes)
-        reading_s = request.passes * (request.total - window) / request.read_bytes_per_s
+        read_bytes = request.passes * (request.total - window)
+        reading_s = read_bytes / request.read_bytes_per_s
+        computing_s = choice.compute_s + request.read_drag_s_per_byte * read_bytes
         if window < min(request.comfortable, request.total):
-            return choice.compute_s + reading_s
-        return max(choice.compute_s, reading_s)
+            return computing_s + reading_s
+        return max(computing_s, reading_s)
 
     allowed = [
         choice
