@@ -202,6 +202,36 @@ def test_gradients_add_up_over_steps_that_nobody_cleared(toy) -> None:
         assert all(torch.equal(once[name] * 2, grad) for name, grad in grads(updates).items())
 
 
+def test_gradients_come_to_lie_where_they_lay_in_the_step_before(toy) -> None:
+    updates = toy_updates(toy[0], linear_names(toy[0]))
+    runner = opened(toy, updates)
+
+    def step() -> tuple[dict[str, Tensor], dict[str, int]]:
+        _, found = train(runner, updates, [batch()])
+        return found, {name: grad.data_ptr() for name, grad in grads(updates).items()}
+
+    with runner.store:
+        first, places = step()
+        again, same_places = step()
+    assert places == same_places
+    assert all(torch.equal(again[name], first[name]) for name in first), "zeros again before the second"
+
+
+@pytest.mark.parametrize(("most_bytes", "times"), [(None, 3), (1 << 60, 2), (1, 3)])
+def test_gaps_are_given_back_after_a_step_that_holds_more_than_is_planned(
+    tmp_path: Path, most_bytes: int | None, times: int
+) -> None:
+    """Twice inside a step in any case."""
+    device, trimmed = CpuDevice(), []
+    device.trim = lambda: trimmed.append(1)
+    updates = toy_updates(CONFIG, linear_names(CONFIG))
+    runner = open_toy(CONFIG, write_toy(tmp_path, CONFIG), device, updates)
+    runner._most_bytes = most_bytes
+    with runner.store:
+        train(runner, updates, [batch()])
+    assert len(trimmed) == times
+
+
 def test_head_chunks_change_no_gradient_beyond_rounding(toy, monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = toy
     found = []
