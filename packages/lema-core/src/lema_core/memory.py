@@ -28,11 +28,14 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class CgroupLimit:
-    """The tightest limit on this process, the present usage of the group that has it, and the ``file`` that says so."""
+    """The tightest limit on this process, the present usage of the group that has it, and the ``file`` that says so.
+    ``in_use_bytes``: what of the usage processes hold, page cache that nobody maps apart; None where the kernel does
+    not say."""
 
     limit_bytes: int
     usage_bytes: int
     file: Path
+    in_use_bytes: int | None = None
 
 
 def _read_int(path: Path) -> int | None:
@@ -96,10 +99,22 @@ def cgroup_limit(proc: Path = PROC) -> CgroupLimit | None:
         for folder in (group, *group.parents):
             limit = _read_int(folder / limit_name)
             if limit is not None and limit < _NO_LIMIT_BYTES:
-                found.append(CgroupLimit(limit, _read_int(folder / usage_name) or 0, folder / limit_name))
+                usage = _read_int(folder / usage_name) or 0
+                found.append(CgroupLimit(limit, usage, folder / limit_name, _in_use_bytes(folder, version)))
             if folder == point:
                 break
     return min(found, key=lambda group: group.limit_bytes, default=None)
+
+
+def _in_use_bytes(group: Path, version: str) -> int | None:
+    """Anonymous and mapped file pages that are charged to a group and those below it."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    stat = {name: int(value) for name, _, value in (line.partition(" ") for line in lines) if value.isdigit()}
+    names = ("anon", "file_mapped") if version == "v2" else ("total_rss", "total_mapped_file")
+    return sum(stat[name] for name in names) if all(name in stat for name in names) else None
 
 
 def cgroup_limit_bytes(proc: Path = PROC) -> int | None:
@@ -160,14 +175,19 @@ def reset_peak_rss(proc: Path = PROC) -> bool:
 
 
 def process_memory_limit(proc: Path = PROC) -> MemoryLimit:
-    """What this process may use in all: the smaller of its cgroup's limit and the free memory plus what it holds.
+    """How large the resident memory of this process may become: the smaller of what its cgroup and the free memory
+    leave, plus what it holds.
 
-    Only anonymous memory is added: file pages it has mapped are in MemAvailable already.
+    Pages of libraries are often charged to the group that first read them; other processes of its own group take from
+    the same limit. Of the free memory only anonymous memory is added: file pages that it has mapped are in
+    MemAvailable already.
     """
     limits: list[MemoryLimit] = []
     group = cgroup_limit(proc)
     if group is not None:
-        limits.append(MemoryLimit(group.limit_bytes, f"cgroup limit {group.file}"))
+        rss = rss_bytes(proc)
+        charged = rss if group.in_use_bytes is None else group.in_use_bytes
+        limits.append(MemoryLimit(group.limit_bytes - charged + rss, f"cgroup limit {group.file}"))
     available = available_bytes(proc)
     if available is not None:
         limits.append(MemoryLimit(available + anonymous_bytes(proc), "free memory (MemAvailable)"))
