@@ -292,10 +292,10 @@ def _add_low_rank_gradients(
         a_rN = projected_rN[first_row : first_row + update.rank]
         first_row += update.rank
         seen_KN = _dropped(now, module, update, x_KN)
+        dA_rK, dB_Or = map(update.gradient, update.parameters())
         for start, stop in columns:
-            lora_A, lora_B = map(update.gradient, update.parameters())
-            _add_product(lora_B, dy[module][:, start:stop], a_rN[:, start:stop], update.scale)
-            _add_product(lora_A, da_rN[:, start:stop], seen_KN[:, start:stop], 1.0)
+            _add_product(dB_Or, dy[module][:, start:stop], a_rN[:, start:stop], update.scale)
+            _add_product(dA_rK, da_rN[:, start:stop], seen_KN[:, start:stop], 1.0)
 
 
 def _add_product(total_MK: Tensor, left_Mn: Tensor, right_Kn: Tensor, scale: float) -> None:

@@ -337,8 +337,7 @@ def _read_drag(
     if not device.shares_ram:
         return 0.0
     both = _products(device, kernel, arena, weight_dtype, sizes, _DRAG_TOKENS)
-    target = torch.empty(_DRAG_READ_BYTES + SECTOR_BYTES, dtype=torch.uint8)
-    target = target[-target.data_ptr() % SECTOR_BYTES :][:_DRAG_READ_BYTES]
+    target = device.allocate_ram(_DRAG_READ_BYTES)
 
     def seconds() -> float:
         start = time.perf_counter()

@@ -1,6 +1,6 @@
 """One piece of a step by itself, on tokens that are made up: a block's pass, its gradient, a chunk of the head.
 
-What it is run for, an observer sees: the bytes that it allocates, or the time that it takes. Shapes: B rows, T tokens,
+An observer sees what a piece does; whoever wants to know how long it takes needs none. Shapes: B rows, T tokens,
 N = B * T, C hidden size.
 """
 
@@ -64,9 +64,8 @@ class PieceRun:
         self._dropout = Dropout(0, 0, self._segments)
 
     def _x(self) -> Tensor:
-        return torch.zeros(self._adapter.hidden_size, self._tokens, dtype=self._ops.dtype, device=self._ops.device).t()[
-            None
-        ]
+        shape = self._adapter.hidden_size, self._tokens
+        return torch.zeros(shape, dtype=self._ops.dtype, device=self._ops.device).t()[None]
 
     def embed(self) -> None:
         with torch.no_grad(), self._ops.during(Pass(self._segments)), self._observer.watching():

@@ -41,6 +41,8 @@ _SECONDS, _LEAST_TIMES, _LONG_S = 0.2, 3, 0.4
 _BEYOND_CACHES = 64 << 20
 #: of layers at once
 _MOST_GRAPHS = 4
+#: an update takes as long with any
+_RATES = AdamWRates(1e-4, 0.9, 0.999, 1e-8, 0.01, 1)
 
 
 class Rehearsal:
@@ -133,9 +135,6 @@ class Rehearsal:
                 lora_A.grad, lora_B.grad = torch.zeros_like(lora_A), torch.zeros_like(lora_B)
                 copies[name] = replace(update, lora_A=lora_A, lora_B=lora_B)
         return copies
-
-
-_RATES = AdamWRates(1e-4, 0.9, 0.999, 1e-8, 0.01, 1)
 
 
 class _MadeUpWeights:
