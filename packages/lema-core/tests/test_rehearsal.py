@@ -20,7 +20,7 @@ from lema_core.testing.toy import ToyAdapter, ToyConfig, linear_names, toy_updat
 
 CONFIG = ToyConfig(n_layers=3, hidden_size=64, feed_forward=96)
 RATES = Hardware("by hand", 10**9, None, 1e9, None, 1e9, ((1, 1e9),), "float32", 1e-6, "by hand")
-SHAPE = StepShape((MicroBatch(2, 6, 10), MicroBatch(1, 9, 8, masked=True)), 0)
+SHAPE = StepShape((MicroBatch(2, 6, 10), MicroBatch(1, 9, 8, masks=1)), 0)
 
 
 class CountingKernel(LinearKernel):

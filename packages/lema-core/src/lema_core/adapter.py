@@ -25,7 +25,7 @@ class TensorSpec:
     (``model.layers.3.self_attn.q_proj.weight``); ``module`` is that path without the last part, as in PEFT keys.
     ``role``: ``embedding``, ``linear``, ``bias``, ``norm`` or ``head``. ``layer`` is the block's number, None outside
     blocks. ``tied_to`` names the tensor this one shares storage with (a tied head); a tied tensor is never stored
-    twice.
+    twice. ``transposed``: a linear's weight that lies as [in, out] in the files, which ``shape`` says too.
     """
 
     name: str
@@ -33,6 +33,13 @@ class TensorSpec:
     role: str
     layer: int | None = None
     tied_to: str | None = None
+    transposed: bool = False
+
+    @property
+    def linear_shape(self) -> tuple[int, int]:
+        """Outputs and inputs of a linear's weight, however it lies."""
+        rows, columns = self.shape
+        return (columns, rows) if self.transposed else (rows, columns)
 
     @property
     def module(self) -> str:
@@ -55,6 +62,8 @@ class ModelAdapter(ABC):
     max_positions: int | None
     #: True when longer sequences cannot be computed at all (learned positions)
     hard_max_positions: ClassVar[bool] = False
+    #: sliding windows that its layers give to ``ops.attention``
+    windows: tuple[int, ...] = ()
 
     @classmethod
     @abstractmethod
@@ -84,6 +93,10 @@ class ModelAdapter(ABC):
     @abstractmethod
     def head(self, ops: StreamedOps, x_NC: Tensor) -> Tensor:
         """Final norm and output projection over N tokens, x_NC -> logits_NV."""
+
+    def masks(self, tokens: int) -> int:
+        """How many masks attention in rows of so many tokens needs for sliding windows."""
+        return sum(tokens > window for window in self.windows)
 
     def linear_modules(self) -> Iterable[TensorSpec]:
         """The weights of all linear layers, in forward order; what LoRA can be put on."""

@@ -136,7 +136,7 @@ class LoraWeights:
 
 def lora_shapes(config: LoraConfig, spec: TensorSpec) -> tuple[tuple[int, int], tuple[int, int]]:
     """Shapes of ``lora_A`` and ``lora_B`` on the linear layer ``spec`` [out, in]."""
-    out_features, in_features = spec.shape
+    out_features, in_features = spec.linear_shape
     rank = config.rank_of(spec.module)
     return (rank, in_features), (out_features, rank)
 

@@ -387,7 +387,8 @@ class LemaModel:
         updates = self.lora.updates() if self.lora is not None else {}
         shape = None
         if self.lora is not None:
-            one = MicroBatch(c.batch_size, self._longest, c.batch_size * (self._longest - 1))
+            rows, tokens = c.batch_size, self._longest
+            one = MicroBatch(rows, tokens, rows * (tokens - 1), self.adapter.masks(tokens))
             first_layer = self.lora.first_layer(self.adapter.n_layers)
             shape = StepShape((one,) * c.gradient_accumulation_steps, first_layer)
         costs = StepCosts(DryRun(self.adapter, self._model, updates, dtype, kernels))

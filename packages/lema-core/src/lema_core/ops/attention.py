@@ -41,14 +41,22 @@ class TorchAttention:
 
 
 def attention(
-    kernel: AttentionKernel, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, ctx: ForwardContext, scale: float
+    kernel: AttentionKernel,
+    q_BHTD: Tensor,
+    k_BHSD: Tensor,
+    v_BHSD: Tensor,
+    ctx: ForwardContext,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """``softmax(scale * q k^T) v`` over the keys that ``ctx`` lets a query see (Vaswani et al. 2017,
     arXiv:1706.03762) -> [B, T, H * D].
 
     ``ctx.segments`` given: [1, H, N, D] of packed micro-batches, each with its own mask. Else ``ctx.mask_BTS``; None
     means causal, with as many queries as keys, or one query for all keys. There the keys may come from a cache.
+    ``window``: a query sees so many keys at most, itself included (Beltagy et al. 2020, arXiv:2004.05150).
     """
+    ctx = ctx.seen(window)
     if ctx.segments:
         return kernel.attend(q_BHTD, k_BHSD, v_BHSD, ctx.segments, scale)
     return scaled_dot_product(q_BHTD, k_BHSD, v_BHSD, ctx.mask_BTS, scale).transpose(1, 2).flatten(2)

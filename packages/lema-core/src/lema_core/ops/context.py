@@ -6,8 +6,8 @@ Shapes: B rows, T query tokens, S key tokens, N tokens of several micro-batches 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,7 +61,8 @@ class ForwardContext:
     see a key; None means plain causal; packed micro-batches have theirs in ``segments``.
 
     ``segments``: the packed micro-batches, empty outside training. ``cache``: keys and values of earlier tokens, None
-    outside generation. ``shared``: what an adapter's ``prepare`` computes once for all blocks.
+    outside generation. ``shared``: what an adapter's ``prepare`` computes once for all blocks. ``within``: the same
+    with the masks of each sliding window that is shorter than the rows.
     """
 
     positions_BT: Tensor
@@ -69,6 +70,49 @@ class ForwardContext:
     cache: KVCache | None = None
     segments: tuple[Segment, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)
+    within: Mapping[int, ForwardContext] = field(default_factory=dict)
+
+    def seen(self, window: int | None) -> ForwardContext:
+        """This context with what a query sees under a sliding window, None for all keys before it."""
+        return self if window is None else self.within.get(window, self)
+
+
+def sliding(ctx: ForwardContext, windows: Iterable[int], rows: int, n_queries: int) -> dict[int, ForwardContext]:
+    """``ctx`` under each of ``windows`` that hides something: a query sees so many keys at most, itself included.
+
+    Keys count by their place in the row, padding included, as in transformers. ``rows``, ``n_queries``: of ``ctx``
+    without segments, where the last queries may follow cached keys.
+    """
+    found: dict[int, ForwardContext] = {}
+    for window in windows:
+        if ctx.segments:
+            segments = tuple(_narrowed_segment(segment, window, ctx.positions_BT.device) for segment in ctx.segments)
+            if segments != ctx.segments:
+                found[window] = replace(ctx, segments=segments)
+            continue
+        n_keys = n_queries + (0 if ctx.cache is None else ctx.cache.length)
+        if n_keys > window:
+            mask_BTS = _narrowed(ctx.mask_BTS, window, rows, n_queries, n_keys, ctx.positions_BT.device)
+            found[window] = replace(ctx, mask_BTS=mask_BTS)
+    return found
+
+
+def _narrowed_segment(segment: Segment, window: int, device: torch.device) -> Segment:
+    if segment.tokens <= window:
+        return segment
+    shape = segment.rows, segment.tokens, segment.tokens
+    return replace(segment, mask_BTS=_narrowed(segment.mask_BTS, window, *shape, device))
+
+
+def _narrowed(
+    mask_BTS: Tensor | None, window: int, rows: int, n_queries: int, n_keys: int, device: torch.device
+) -> Tensor:
+    query = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
+    key = torch.arange(n_keys, device=device)[None]
+    near_TS = key > query - window
+    if mask_BTS is None:
+        return (near_TS & (key <= query)).expand(rows, -1, -1).contiguous()
+    return mask_BTS & near_TS
 
 
 def attention_mask_BTS(valid_BS: Tensor, n_queries: int) -> Tensor | None:

@@ -1,5 +1,5 @@
-"""What a block computes beside its products: RMS norm, the SiLU product, rotary embeddings. Each saves for its gradient
-only what cannot be had again.
+"""What a block computes beside its products: norms, GELU, the SiLU product, rotary embeddings. Each saves for its
+gradient only what cannot be had again.
 
 A token's result depends on that token alone, not on how many others there are nor on its place among them, bit for bit:
 micro-batches that are computed together equal those that are computed apart. Torch's own reductions and its SiLU do not
@@ -36,6 +36,24 @@ class ElementwiseKernel(Protocol):
         """The gradient of ``x``; the weight is frozen."""
         ...
 
+    def layer_norm(self, x_CN: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """``(x - mean) / std * weight + bias``, and mean and ``1 / std``, fp32 [N]. Weight and bias are fp32."""
+        ...
+
+    def layer_norm_gradient(
+        self, dy_CN: Tensor, x_CN: Tensor, weight_C: Tensor, mean_N: Tensor, rstd_N: Tensor
+    ) -> Tensor:
+        """The gradient of ``x``; weight and bias are frozen."""
+        ...
+
+    def gelu(self, x_FN: Tensor, approximate: str) -> Tensor:
+        """As torch's ``gelu``."""
+        ...
+
+    def gelu_gradient(self, dy_FN: Tensor, x_FN: Tensor, approximate: str) -> Tensor:
+        """The gradient of ``x``."""
+        ...
+
     def silu_product(self, gate_FN: Tensor, up_FN: Tensor) -> Tensor:
         """``silu(gate) * up``."""
         ...
@@ -66,6 +84,34 @@ class TorchElementwise:
         x, g = x_CN.float(), dy_CN.float() * weight_C.unsqueeze(1)
         mean_N = _sum_of_features(g * x).mul_(rstd_N).div_(len(x))
         return g.sub_((x * rstd_N).mul_(mean_N)).mul_(rstd_N).to(x_CN.dtype)
+
+    def layer_norm(self, x_CN: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        mean_N = _sum_of_features(x_CN.to(torch.float32, copy=True)).div(len(x_CN))
+        centred = x_CN.float() - mean_N
+        rstd_N = _sum_of_features(centred.square()).div(len(x_CN)).add_(eps).rsqrt_()
+        y = centred.mul_(rstd_N).mul_(weight_C.unsqueeze(1)).add_(bias_C.unsqueeze(1))
+        return y.to(x_CN.dtype), mean_N, rstd_N
+
+    def layer_norm_gradient(
+        self, dy_CN: Tensor, x_CN: Tensor, weight_C: Tensor, mean_N: Tensor, rstd_N: Tensor
+    ) -> Tensor:
+        # with g = dy * weight and the normed z = (x - mean) * rstd: dx = (g - mean(g) - z * mean(g * z)) * rstd
+        z, g = (x_CN.float() - mean_N).mul_(rstd_N), dy_CN.float() * weight_C.unsqueeze(1)
+        along_N = _sum_of_features(g * z).div(len(z))
+        level_N = _sum_of_features(g.clone()).div(len(g))
+        return g.sub_(level_N).sub_(z.mul_(along_N)).mul_(rstd_N).to(x_CN.dtype)
+
+    def gelu(self, x_FN: Tensor, approximate: str) -> Tensor:
+        def block(out: tuple[Tensor, ...], x: Tensor) -> None:
+            torch.ops.aten.gelu.out(x, approximate=approximate, out=out[0])
+
+        return _in_blocks(block, 1, x_FN)[0]
+
+    def gelu_gradient(self, dy_FN: Tensor, x_FN: Tensor, approximate: str) -> Tensor:
+        def block(out: tuple[Tensor, ...], dy: Tensor, x: Tensor) -> None:
+            torch.ops.aten.gelu_backward.grad_input(dy, x, approximate=approximate, grad_input=out[0])
+
+        return _in_blocks(block, 1, dy_FN, x_FN)[0]
 
     def silu_product(self, gate_FN: Tensor, up_FN: Tensor) -> Tensor:
         def block(out: tuple[Tensor, ...], gate: Tensor, up: Tensor) -> None:
@@ -105,6 +151,20 @@ def rms_norm(kernel: ElementwiseKernel, x_BTC: Tensor, weight_C: Tensor, eps: fl
     return _RmsNorm.apply(kernel, x_BTC, weight_C, eps)
 
 
+def layer_norm(kernel: ElementwiseKernel, x_BTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
+    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, statistics in fp32 (Ba et al. 2016, arXiv:1607.06450).
+
+    Weight and bias: fp32, frozen. Saves ``x`` and two numbers a token.
+    """
+    return _LayerNorm.apply(kernel, x_BTC, weight_C, bias_C, eps)
+
+
+def gelu(kernel: ElementwiseKernel, x_BTF: Tensor, approximate: str) -> Tensor:
+    """``x * Phi(x)`` (Hendrycks and Gimpel 2016, arXiv:1606.08415); ``approximate``: ``none`` or ``tanh``. Saves
+    ``x``."""
+    return _Gelu.apply(kernel, x_BTF, approximate)
+
+
 def silu_product(kernel: ElementwiseKernel, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
     """``silu(gate) * up`` (Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202). Saves ``gate`` and
     ``up``."""
@@ -133,6 +193,39 @@ class _RmsNorm(torch.autograd.Function):
         x_BTC, weight_C, rstd_N = ctx.saved_tensors
         dx_CN = ctx.kernel.rms_norm_gradient(_matrix(dy_BTC), _matrix(x_BTC), weight_C, rstd_N)
         return None, dx_CN.t().view(x_BTC.shape), None, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: ElementwiseKernel, x_BTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float
+    ) -> Tensor:
+        y_CN, mean_N, rstd_N = kernel.layer_norm(_matrix(x_BTC), weight_C, bias_C, eps)
+        ctx.kernel = kernel
+        ctx.save_for_backward(x_BTC, weight_C, mean_N, rstd_N)
+        return y_CN.t().view(x_BTC.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor | None, ...]:
+        x_BTC, weight_C, mean_N, rstd_N = ctx.saved_tensors
+        dx_CN = ctx.kernel.layer_norm_gradient(_matrix(dy_BTC), _matrix(x_BTC), weight_C, mean_N, rstd_N)
+        return None, dx_CN.t().view(x_BTC.shape), None, None, None
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: ElementwiseKernel, x_BTF: Tensor, approximate: str) -> Tensor:
+        ctx.kernel, ctx.approximate = kernel, approximate
+        ctx.save_for_backward(x_BTF)
+        return kernel.gelu(_matrix(x_BTF), approximate).t().view(x_BTF.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BTF: Tensor) -> tuple[Tensor | None, ...]:
+        (x_BTF,) = ctx.saved_tensors
+        dx_FN = ctx.kernel.gelu_gradient(_matrix(dy_BTF), _matrix(x_BTF), ctx.approximate)
+        return None, dx_FN.t().view(x_BTF.shape), None
 
 
 class _SiluProduct(torch.autograd.Function):

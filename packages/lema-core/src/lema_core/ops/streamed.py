@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lema_core.ops.attention import attention
 from lema_core.ops.context import Dropout, ForwardContext, Segment
-from lema_core.ops.elementwise import rms_norm, rotary, silu_product
+from lema_core.ops.elementwise import gelu, layer_norm, rms_norm, rotary, silu_product
 from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.tape import Products, Tape
@@ -49,7 +49,7 @@ _ALONE = Pass()
 
 class StreamedOps:
     """Operations over one weight source. ``updates``: low-rank updates by module name; ``biased``: modules that have a
-    bias."""
+    bias; ``transposed``: those whose weight lies as [in, out]."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class StreamedOps:
         dtype: torch.dtype,
         updates: Mapping[str, LowRankUpdate],
         biased: frozenset[str] = frozenset(),
+        transposed: frozenset[str] = frozenset(),
     ) -> None:
         self.weights = weights
         self.kernels = kernels
@@ -66,6 +67,7 @@ class StreamedOps:
         self.dtype = dtype
         self.updates = updates
         self.biased = biased
+        self.transposed = transposed
         self.now = _ALONE
 
     @contextmanager
@@ -112,6 +114,20 @@ class StreamedOps:
         """x / rms(x) * weight, statistics in fp32 (Zhang and Sennrich, 2019)."""
         return rms_norm(self.kernels.elementwise, x_BTC, self.vector(name), eps)
 
+    def head_norm(self, x_BHTD: Tensor, name: str, eps: float) -> Tensor:
+        """The same over the features of each head."""
+        return rms_norm(self.kernels.elementwise, x_BHTD, self.vector(name), eps)
+
+    def layer_norm(self, x_BTC: Tensor, module: str, eps: float) -> Tensor:
+        """(x - mean) / std * weight + bias, statistics in fp32 (Ba et al., 2016)."""
+        weight_C, bias_C = self.vector(f"{module}.weight"), self.vector(f"{module}.bias")
+        return layer_norm(self.kernels.elementwise, x_BTC, weight_C, bias_C, eps)
+
+    def gelu(self, x_BTF: Tensor, approximate: str = "none") -> Tensor:
+        """x times the normal distribution's cumulative function (Hendrycks and Gimpel, 2016); ``approximate="tanh"``:
+        GPT-2's approximation of it."""
+        return gelu(self.kernels.elementwise, x_BTF, approximate)
+
     def silu_product(self, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
         """silu(gate) * up (Shazeer, 2020)."""
         return silu_product(self.kernels.elementwise, gate_BTF, up_BTF)
@@ -120,9 +136,20 @@ class StreamedOps:
         """The halves of each head, turned by its token's angles; ``tables``: cos and sin, fp32 [B, 1, T, D / 2]."""
         return rotary(self.kernels.elementwise, x_BHTD, tables)
 
-    def attention(self, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, ctx: ForwardContext, scale: float) -> Tensor:
-        """Causal softmax attention inside each row; query heads are a multiple of key heads. -> [B, T, H * D]."""
-        return attention(self.kernels.attention, q_BHTD, k_BHSD, v_BHSD, ctx, scale)
+    def attention(
+        self,
+        q_BHTD: Tensor,
+        k_BHSD: Tensor,
+        v_BHSD: Tensor,
+        ctx: ForwardContext,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """Causal softmax attention inside each row; query heads are a multiple of key heads. -> [B, T, H * D].
+
+        ``window``: one of the adapter's ``windows``; a query sees so many keys at most, itself included.
+        """
+        return attention(self.kernels.attention, q_BHTD, k_BHSD, v_BHSD, ctx, scale, window)
 
     def dropout(self, x_BTC: Tensor, p: float, name: str) -> Tensor:
         """Dropout in training, identity otherwise."""
@@ -134,6 +161,11 @@ class StreamedOps:
 
     def has_bias(self, module: str) -> bool:
         return module in self.biased
+
+    def outputs(self, module: str) -> int:
+        """How many features a linear gives."""
+        parts = self.weights.parts(f"{module}.weight")
+        return parts[0].shape[1] if module in self.transposed else parts[-1].stop
 
 
 def _feature_major(x_NK: Tensor) -> Tensor:
@@ -199,12 +231,25 @@ def _product(
 ) -> Tensor:
     """W x + b + scale * B a, [O, N]. ``x``: what the kernel packed ``x_KN`` into."""
     parts = ops.weights.parts(f"{module}.weight")
-    y_ON = torch.empty(parts[-1].stop, x_KN.shape[1], dtype=x_KN.dtype, device=x_KN.device)
+    y_ON = torch.empty(ops.outputs(module), x_KN.shape[1], dtype=x_KN.dtype, device=x_KN.device)
+    if module in ops.transposed:
+        # What lies transposed is multiplied as the gradient of what does not.
+        update = None if term is None else (term[0].t().contiguous(), term[1] * term[2])
+        for part in parts:
+            with ops.weights.borrow(part) as weight:
+                given_KN = x_KN[part.start : part.stop]
+                ops.kernels.linear.input_gradient(weight, given_KN, y_ON, part.start == 0, update, now.columns)
+            update = None
+        return _with_bias(ops, module, y_ON)
     for part in parts:
         rows = slice(part.start, part.stop)
         update = None if term is None else (term[0][rows], *term[1:])
         with ops.weights.borrow(part) as weight:
             ops.kernels.linear.forward(weight, x, y_ON[rows], update, now.columns)
+    return _with_bias(ops, module, y_ON)
+
+
+def _with_bias(ops: StreamedOps, module: str, y_ON: Tensor) -> Tensor:
     if ops.has_bias(module):
         y_ON += ops.vector(f"{module}.bias").to(y_ON.dtype).unsqueeze(1)
     return y_ON
@@ -212,7 +257,7 @@ def _product(
 
 def _no_values(ops: StreamedOps, module: str, x_KN: Tensor) -> Tensor:
     """The shape of a product, [O, N], without memory behind it."""
-    return x_KN.new_zeros(()).expand(ops.weights.parts(f"{module}.weight")[-1].stop, x_KN.shape[1])
+    return x_KN.new_zeros(()).expand(ops.outputs(module), x_KN.shape[1])
 
 
 def _through_A(ops: StreamedOps, now: Pass, updates: Mapping[str, LowRankUpdate], x_KN: Tensor, x: Any) -> Tensor:
@@ -258,6 +303,10 @@ def _input_gradient(
             masked.append(module)
         elif update is not None:
             term = update.lora_A.detach().to(dy_ON.dtype), da[module]
+        if module in ops.transposed:
+            through_KN = _transposed_input_gradient(ops, now, module, dy_ON, term)
+            dx_KN = through_KN if dx_KN is None else dx_KN.add_(through_KN)
+            continue
         for part in reversed(ops.weights.parts(f"{module}.weight")):
             with ops.weights.borrow(part) as weight:
                 first = dx_KN is None
@@ -273,6 +322,22 @@ def _input_gradient(
         a_rK = update.lora_A.detach().to(dx_KN.dtype)
         ops.kernels.linear.input_gradient(a_rK, da[module], branch_KN, True, None, now.columns)
         dx_KN += branch_KN.mul_(now.dropout.mask(f"{module}.lora", branch_KN, update.dropout))
+    return dx_KN
+
+
+def _transposed_input_gradient(
+    ops: StreamedOps, now: Pass, module: str, dy_ON: Tensor, term: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Of one module whose weight lies as [in, out]: W dy + A^T da, [K, N]."""
+    parts = ops.weights.parts(f"{module}.weight")
+    dx_KN = torch.empty(parts[-1].stop, dy_ON.shape[1], dtype=dy_ON.dtype, device=dy_ON.device)
+    a_Kr = None if term is None else term[0].t().contiguous()
+    dy = ops.kernels.linear.packed(dy_ON, now.columns)
+    for part in reversed(parts):
+        rows = slice(part.start, part.stop)
+        with ops.weights.borrow(part) as weight:
+            update = None if a_Kr is None else (a_Kr[rows], term[1], 1.0)
+            ops.kernels.linear.forward(weight, dy, dx_KN[rows], update, now.columns)
     return dx_KN
 
 

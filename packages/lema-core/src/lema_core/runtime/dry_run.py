@@ -288,8 +288,8 @@ class _DryPiece(Observer):
         self.counter = ByteCounter(self.weights) if counted else None
         linear = dry._kernels.linear
         kernels = replace(dry._kernels, linear=StandInKernel(self.weights, isinstance(linear, LinearKernel)))
-        biased = dry._model.biased_modules
-        ops = CountingOps(self.weights, kernels, torch.device("cpu"), dry.dtype, dry._updates, biased)
+        modules = dry._model.biased_modules, dry._model.transposed_modules
+        ops = CountingOps(self.weights, kernels, torch.device("cpu"), dry.dtype, dry._updates, *modules)
         # Where one needs a mask, the other does not: a kernel may have two ways then, and hold what both take.
         first = tokens - tokens // 4 if packing.several else tokens
         segments = (segment(0, 0, first, 2, packing.masked),)

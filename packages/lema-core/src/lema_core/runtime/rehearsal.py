@@ -122,8 +122,8 @@ class Rehearsal:
         return median(taken[1:] or taken)
 
     def _ops(self, weights: _MadeUpWeights, updates: Mapping[str, LowRankUpdate]) -> StreamedOps:
-        where, biased = self._device.torch_device, self._model.biased_modules
-        return StreamedOps(weights, self._kernels, where, self._dtype, updates, biased)
+        where, modules = self._device.torch_device, (self._model.biased_modules, self._model.transposed_modules)
+        return StreamedOps(weights, self._kernels, where, self._dtype, updates, *modules)
 
     def _copies(self, layer: int) -> dict[str, LowRankUpdate]:
         """The updates of ``layer``, with parameters and gradients of their own."""

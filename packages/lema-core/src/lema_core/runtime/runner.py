@@ -18,7 +18,15 @@ from lema_core.device import Device
 from lema_core.errors import DataError
 from lema_core.kv import KVCache
 from lema_core.memory import rss_bytes
-from lema_core.ops.context import Dropout, ForwardContext, Segment, attention_mask_BTS, needs_mask, token_positions
+from lema_core.ops.context import (
+    Dropout,
+    ForwardContext,
+    Segment,
+    attention_mask_BTS,
+    needs_mask,
+    sliding,
+    token_positions,
+)
 from lema_core.ops.gradient import backward_from
 from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
@@ -96,7 +104,8 @@ class ModelRunner:
         self.dtype = self._device.compute_dtype(model.matrix_dtype)
         self.scheduler = scheduler or Scheduler(StepCosts(DryRun(adapter, model, updates, self.dtype, kernels)))
         self.activations = activations or ActivationStream(self._device, None, None, None)
-        self._ops = StreamedOps(store, kernels, self._device.torch_device, self.dtype, updates, model.biased_modules)
+        where, modules = self._device.torch_device, (model.biased_modules, model.transposed_modules)
+        self._ops = StreamedOps(store, kernels, where, self.dtype, updates, *modules)
 
     # -- training
 
@@ -112,7 +121,7 @@ class ModelRunner:
         if n_targets == 0:
             raise DataError("every label of this step is masked: there is nothing to learn from")
         learning = {index: batch for index, batch in enumerate(batches) if batch.n_targets}
-        shape = StepShape(tuple(map(_shape_of, learning.values())), how.first_layer, logits is not None)
+        shape = StepShape(tuple(map(self._shape_of, learning.values())), how.first_layer, logits is not None)
         schedule = self.scheduler.choose(shape)
         if logits is not None:
             logits.clear()
@@ -177,6 +186,7 @@ class ModelRunner:
         positions = torch.cat([token_positions(batch.attention_mask).reshape(-1) for batch in batches.values()])
         ctx = ForwardContext(positions[None].to(self._ops.device), segments=tuple(segments))
         self.adapter.prepare(ctx)
+        ctx.within = sliding(ctx, self.adapter.windows, 1, start)
         return _Group(number, ids[None], ctx, Pass(ctx.segments, Dropout(seed, step, ctx.segments)))
 
     def _block(self, group: _Group, layer: int, x_1NC: Tensor, one_pass: Pass) -> Tensor:
@@ -279,6 +289,7 @@ class ModelRunner:
         mask = attention_mask_BTS(batch.attention_mask, n_queries)
         ctx = ForwardContext(positions, None if mask is None else mask.to(self._ops.device), cache)
         self.adapter.prepare(ctx)
+        ctx.within = sliding(ctx, self.adapter.windows, len(positions), n_queries)
         return ctx
 
     # -- steps
@@ -286,6 +297,11 @@ class ModelRunner:
     def _forward_step(self, batch: TokenBatch, head_chunks: Sequence[int]) -> AbstractContextManager[None]:
         rows, tokens = batch.input_ids.shape
         return self._step(self.scheduler.costs.evaluation(rows * tokens, tokens, tuple(head_chunks)))
+
+    def _shape_of(self, batch: TokenBatch) -> MicroBatch:
+        rows, tokens = batch.input_ids.shape
+        padded = needs_mask(batch.attention_mask, tokens)
+        return MicroBatch(rows, tokens, batch.n_targets, padded + self.adapter.masks(tokens))
 
     def stats(self) -> dict[str, StoreStats]:
         """Figures of the present or latest step by kind of stream."""
@@ -305,11 +321,6 @@ class ModelRunner:
         except BaseException:
             self.store.abort_step()
             raise
-
-
-def _shape_of(batch: TokenBatch) -> MicroBatch:
-    rows, tokens = batch.input_ids.shape
-    return MicroBatch(rows, tokens, batch.n_targets, needs_mask(batch.attention_mask, tokens))
 
 
 def _by_micro_batch(groups: Sequence[_Group], which: str) -> dict[int, Tensor]:

@@ -36,13 +36,17 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a schedule depends on: ``rows`` of ``tokens``, how many of them have a target, and whether attention needs a
-    mask beyond the causal one."""
+    """What a schedule depends on: ``rows`` of ``tokens``, how many of them have a target, and how many masks beyond the
+    causal one attention needs: for padding, and for each sliding window."""
 
     rows: int
     tokens: int
     n_targets: int
-    masked: bool = False
+    masks: int = 0
+
+    @property
+    def masked(self) -> bool:
+        return self.masks > 0
 
     @property
     def size(self) -> int:
@@ -50,6 +54,7 @@ class MicroBatch:
 
     @property
     def mask_numel(self) -> int:
+        """Of one mask."""
         return self.rows * self.tokens**2 if self.masked else 0
 
 
@@ -196,7 +201,7 @@ class StepCosts:
         # What a group carries from block to block: its activations, later their gradient.
         carried = sum(dry.boundary.at(n) for _, n, _ in groups)
         fixed = _FIXED_BYTES + carried + sum(dry.context.at(n) for _, n, _ in groups)
-        fixed += sum(one.mask_numel for one in shape.micro_batches)
+        fixed += sum(one.masks * one.mask_numel for one in shape.micro_batches)
         inputs = 0.0
         peak = fixed
         kept: dict[tuple[int, int], float] = {}
@@ -247,9 +252,11 @@ class StepCosts:
         """The most bytes that a forward pass without gradients holds at once."""
         dry = self._dry
         alive = _FIXED_BYTES + dry.context.at(tokens) + dry.boundary.at(tokens)
-        if tokens > row_tokens:
-            # Of several rows, shorter ones may be padded: a mask, and again as numbers.
-            alive += tokens * row_tokens * (1 + dry.dtype.itemsize)
+        # Of several rows, shorter ones may be padded.
+        masks = (tokens > row_tokens) + dry.adapter.masks(row_tokens)
+        if masks:
+            # One of them again as numbers.
+            alive += tokens * row_tokens * (masks + dry.dtype.itemsize)
         blocks = max((dry.evaluation(layer).cost.peak.at(tokens) for layer in range(self.n_layers)), default=0)
         head = dry.head(False, False).cost.peak.at(min(tokens, chunk_tokens(dry.adapter.vocab_size)))
         return int(alive + max(blocks, head))

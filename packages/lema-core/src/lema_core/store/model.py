@@ -33,10 +33,12 @@ class WindowSizes:
 
 @dataclass(frozen=True)
 class StreamedModel:
-    """A model's tensors bound to their files, cut into granules. ``embeddings``: read by rows."""
+    """A model's tensors bound to their files, cut into granules. ``embeddings``: read by rows. ``transposed_modules``:
+    linears whose weight lies as [in, out]."""
 
     layout: GranuleLayout
     embeddings: Mapping[str, TensorInfo]
+    transposed_modules: frozenset[str] = frozenset()
 
     @property
     def matrix_dtype(self) -> torch.dtype:
@@ -46,7 +48,7 @@ class StreamedModel:
     @property
     def biased_modules(self) -> frozenset[str]:
         """Modules whose linear adds a bias."""
-        return frozenset(name[: -len(".bias")] for name in self.layout.parts if name.endswith(".bias"))
+        return frozenset(name.removesuffix(".bias") for name in self.layout.parts if name.endswith(".bias"))
 
     @property
     def row_bytes(self) -> int:
@@ -110,4 +112,5 @@ def cut_model(
             embeddings[spec.name] = tensors[spec.name]
         else:
             streamed.append(StreamedTensor(spec.name, tensors[spec.name], spec.layer))
-    return StreamedModel(lay_out(streamed, max_granule_bytes), embeddings)
+    transposed = frozenset(spec.module for spec in adapter.tensors() if spec.transposed)
+    return StreamedModel(lay_out(streamed, max_granule_bytes), embeddings, transposed)
