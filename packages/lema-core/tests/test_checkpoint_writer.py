@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lema_core.checkpoint import TensorToWrite, read_header, read_tensor, write_safetensors
+from lema_core.checkpoint import TensorToWrite, read_elements, read_header, read_tensor, write_safetensors
 from lema_core.errors import CheckpointError
 
 
@@ -120,3 +121,37 @@ def test_names_twice_and_folders_that_are_not_there(tmp_path: Path) -> None:
         write_safetensors(tmp_path / "m.safetensors", [one, one])
     with pytest.raises(CheckpointError, match=r"none/m\.safetensors: cannot be written: No such file"):
         write_safetensors(tmp_path / "none" / "m.safetensors", [one])
+
+
+def test_a_tensor_may_come_in_blocks_one_in_memory_at_a_time(tmp_path: Path) -> None:
+    whole = torch.arange(35.0).view(7, 5)
+    alive: list[weakref.ref[Tensor]] = []
+
+    def blocks() -> Iterator[Tensor]:
+        for start in (0, 3, 6):
+            assert not any(block() is not None for block in alive)
+            block = whole[start : start + 3].clone()
+            alive.append(weakref.ref(block))
+            yield block
+            del block
+
+    path = tmp_path / "m.safetensors"
+    write_safetensors(path, [("w", torch.float32, (7, 5), blocks), ("none", torch.float32, (0, 4), lambda: iter(()))])
+    assert len(alive) == 3 and torch.equal(load_file(path)["w"], whole)
+    infos = read_header(path).tensors
+    assert infos["none"].shape == (0, 4)
+    assert torch.equal(read_elements(infos["w"], 8, 11), whole.flatten()[8:19])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        ([torch.ones(2)], "1 elements are missing"),
+        ([torch.ones(2), torch.ones(2)], r"a block of torch\.float32 \[2\] found"),
+        ([torch.ones(3).half()], r"a block of torch\.float16 \[3\] found"),
+    ],
+)
+def test_blocks_that_do_not_make_the_tensor_leave_no_file(tmp_path: Path, blocks: list[Tensor], words: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"'w': torch\.float32 \[3\] expected, {words}"):
+        write_safetensors(tmp_path / "m.safetensors", [("w", torch.float32, (3,), lambda: blocks)])
+    assert list(tmp_path.iterdir()) == []

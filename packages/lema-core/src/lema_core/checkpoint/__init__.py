@@ -5,7 +5,7 @@ from __future__ import annotations
 from lema_core.checkpoint.bind import bind_tensors
 from lema_core.checkpoint.header import SafetensorsHeader, read_header
 from lema_core.checkpoint.manifest import Manifest, read_generation_config, read_hf_config, read_manifest
-from lema_core.checkpoint.reading import read_tensor
+from lema_core.checkpoint.reading import read_elements, read_tensor
 from lema_core.checkpoint.segments import Segment, TensorInfo
 from lema_core.checkpoint.writer import TensorToWrite, write_safetensors
 
@@ -16,6 +16,7 @@ __all__ = [
     "TensorInfo",
     "TensorToWrite",
     "bind_tensors",
+    "read_elements",
     "read_generation_config",
     "read_header",
     "read_hf_config",

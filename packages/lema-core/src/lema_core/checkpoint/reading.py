@@ -24,8 +24,16 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def read_tensor(info: TensorInfo) -> Tensor:
     """Read ``info``'s data into a fresh CPU tensor. Raises CheckpointError when the file cannot give all of it."""
-    tensor = torch.empty(info.shape, dtype=info.dtype)
-    _read_into(info, 0, tensor)
+    return read_elements(info, 0, prod(info.shape)).view(info.shape)
+
+
+def read_elements(info: TensorInfo, start: int, count: int) -> Tensor:
+    """``count`` elements of ``info``'s data from ``start`` on, row-major, as a fresh CPU tensor [count].
+
+    Raises CheckpointError when the file cannot give all of them.
+    """
+    tensor = torch.empty(count, dtype=info.dtype)
+    _read_into(info, start * info.dtype.itemsize, tensor)
     return tensor
 
 
@@ -38,8 +46,7 @@ def same_values(one: TensorInfo, other: TensorInfo) -> bool:
         count = min(_PIECE_ELEMENTS, elements - start)
         pieces = []
         for info in (one, other):
-            piece = torch.empty(count, dtype=info.dtype)
-            _read_into(info, start * info.dtype.itemsize, piece)
+            piece = read_elements(info, start, count)
             pieces.append(piece.float() if one.dtype != other.dtype else piece)
         if not torch.equal(*pieces):
             return False

@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor, holding one tensor at a time.
+"""Writes a safetensors file tensor by tensor, holding one tensor, or one block of it, at a time.
 
 The layout follows from dtypes and shapes alone, so the header is written first and the data streams behind it. The
 header is padded with spaces, as the format allows, so that data starts at a multiple of 4096 bytes, for direct reads.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import TypeAlias
@@ -24,14 +24,17 @@ from lema_core.files import replacing
 #: data starts at a multiple of this: the largest block size that direct reads ask for
 ALIGNMENT_BYTES = 4096
 
-#: name, dtype, shape, and what returns the tensor when its turn comes
-TensorToWrite: TypeAlias = tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor]]
+#: name, dtype, shape, and what returns the tensor when its turn comes: whole, or as blocks that follow each other
+TensorToWrite: TypeAlias = tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor | Iterable[Tensor]]]
 
 
 def write_safetensors(
     path: Path, tensors: Iterable[TensorToWrite], metadata: Mapping[str, str] | None = None, *, fsync: bool = True
 ) -> None:
     """Write ``tensors`` to ``path`` in the order given; each is asked for once, when it is written, and let go.
+
+    A tensor larger than memory comes in blocks: tensors of its dtype, of any shapes, whose elements one after another
+    are its own.
 
     ``metadata`` is added to ``{"format": "pt"}``, which other readers look for. The file appears under its name only
     when it is complete (``fsync``: and on the disk). Raises CheckpointError when a tensor differs from its declared
@@ -43,19 +46,34 @@ def write_safetensors(
         with replacing(path) as partial, open(partial, "wb", buffering=0) as file:
             _write_all(file.write, memoryview(header))
             for name, dtype, shape, get in listed:
-                tensor = get().detach()
-                if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-                    raise CheckpointError(
-                        f"{path}: tensor {name!r}: {dtype} {list(shape)} expected, "
-                        f"{tensor.dtype} {list(tensor.shape)} found"
-                    )
-                tensor = tensor.cpu().contiguous()
-                _write_all(file.write, tensor_bytes(tensor))
-                del tensor  # before the next one is asked for
+                for block in _blocks(path, name, dtype, shape, get()):
+                    _write_all(file.write, tensor_bytes(block))
+                    del block  # before the next one is asked for
             if fsync:
                 os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _blocks(
+    path: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...], given: Tensor | Iterable[Tensor]
+) -> Iterator[Tensor]:
+    """What is written of a tensor, contiguous on the CPU. Raises CheckpointError when it is not what was declared."""
+    expected = f"{path}: tensor {name!r}: {dtype} {list(shape)} expected"
+    if isinstance(given, Tensor):
+        if given.dtype != dtype or tuple(given.shape) != tuple(shape):
+            raise CheckpointError(f"{expected}, {given.dtype} {list(given.shape)} found")
+        yield given.detach().cpu().contiguous()
+        return
+    missing = prod(shape)
+    for block in given:
+        missing -= block.numel()
+        if block.dtype != dtype or missing < 0:
+            raise CheckpointError(f"{expected}, a block of {block.dtype} {list(block.shape)} found")
+        yield block.detach().cpu().contiguous()
+        del block  # before the next one is asked for
+    if missing:
+        raise CheckpointError(f"{expected}, {missing} elements are missing")
 
 
 def _header_bytes(path: Path, tensors: list[TensorToWrite], metadata: Mapping[str, str]) -> bytes:
