@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +75,44 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+@dataclass(frozen=True)
+class PeftFolder:
+    """An adapter folder that fits a model; its tensors are checked and not read.
+
+    ``lora`` holds ``lora_A`` and ``lora_B`` of ``modules`` by parameter name. By canonical tensor name, ``saved`` holds
+    weights that were trained whole (``modules_to_save``), and ``copies`` base weights that PEFT writes beside LoRA on
+    a head, and loads into the base model again.
+    """
+
+    config: LoraConfig
+    modules: tuple[TensorSpec, ...]
+    lora: dict[str, TensorInfo]
+    saved: dict[str, TensorInfo]
+    copies: dict[str, TensorInfo]
+
+
 def load_peft(folder: Path, adapter: ModelAdapter, *, device: torch.device | str = "cpu") -> LoraWeights:
     """The LoRA weights in ``folder``, cast to fp32, on the linear layers of ``adapter``.
 
     Raises CheckpointError naming the field or the tensors: for what plain LoRA on linear layers does not cover, for
     tensors missing, unknown or of another shape.
     """
+    found = open_peft(folder, adapter)
+    weights = LoraWeights(found.config, found.modules, device=device)
+    for name, info in found.lora.items():
+        weights.copy_({name: read_tensor(info)})
+    return weights
+
+
+def open_peft(folder: Path, adapter: ModelAdapter, *, whole_weights: bool = False) -> PeftFolder:
+    """Check the adapter in ``folder`` against ``adapter``. ``whole_weights``: weights of the base model may be in it,
+    trained or copied; otherwise they are refused.
+
+    Raises CheckpointError as :func:`load_peft` does.
+    """
     config = read_peft_config(folder)
     path = folder / CONFIG_FILE
-    _refuse_unsupported(path, config)
+    _refuse_unsupported(path, config, {"modules_to_save"} if whole_weights else set())
     try:
         linears = list(adapter.linear_modules())
         modules = [spec for spec in linears if _peft_targets(config, spec.module, linears)]
@@ -103,12 +133,12 @@ def load_peft(folder: Path, adapter: ModelAdapter, *, device: torch.device | str
         raise CheckpointError(f"{path}: {error}") from error
     except (re.error, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: a field is of another type than PEFT writes: {error}") from error
-    infos = _read_infos(folder)
+    infos, other = _read_infos(folder)
+    if other and not whole_weights:
+        _refuse_whole_weights(folder / WEIGHTS_FILE, other)
+    saved, copies = _whole_weights(folder, other, config, adapter)
     _check_tensors(folder / WEIGHTS_FILE, infos, lora_config, modules)
-    weights = LoraWeights(lora_config, modules, device=device)
-    for name, info in infos.items():
-        weights.copy_({name: read_tensor(info)})
-    return weights
+    return PeftFolder(lora_config, tuple(modules), infos, saved, copies)
 
 
 def _config_to_write(weights: LoraWeights, adapter: ModelAdapter, base: str | None) -> dict[str, Any]:
@@ -196,7 +226,7 @@ def _layer_index(module: str, patterns: str | Sequence[str] | None) -> int | Non
     return None
 
 
-def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
+def _refuse_unsupported(path: Path, config: Mapping[str, Any], allowed: Set[str]) -> None:
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{path}: peft_type 'LORA' expected, {config.get('peft_type')!r} found")
     if config.get("bias", "none") != "none":
@@ -207,7 +237,7 @@ def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
             f"{path}: init_lora_weights {init!r} trains against changed base weights; convert it with PEFT's "
             "save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
-    asked = {name: value for name, value in config.items() if value and name not in _HARMLESS | _READ}
+    asked = {name: value for name, value in config.items() if value and name not in _HARMLESS | _READ | allowed}
     if init == "eva":
         asked.pop("eva_config", None)
     if asked:
@@ -215,8 +245,8 @@ def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path}: asks for what plain LoRA on linear layers does not cover: {listed}")
 
 
-def _read_infos(folder: Path) -> dict[str, TensorInfo]:
-    """Tensors of the file by parameter name (``<module>.lora_A``). Raises CheckpointError for keys of another kind."""
+def _read_infos(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
+    """Tensors of the file: LoRA's by parameter name (``<module>.lora_A``), all others by key."""
     path = folder / WEIGHTS_FILE
     if not path.exists() and (folder / "adapter_model.bin").exists():
         raise CheckpointError(
@@ -224,28 +254,68 @@ def _read_infos(folder: Path) -> dict[str, TensorInfo]:
             f"save_pretrained(safe_serialization=True) to get {WEIGHTS_FILE}"
         )
     infos: dict[str, TensorInfo] = {}
-    other: list[str] = []
+    other: dict[str, TensorInfo] = {}
     for key, info in read_header(path).tensors.items():
         match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+\.lora_[AB])(?:\.default)?\.weight", key)
         if match is None:
-            other.append(key)
+            other[key] = info
         elif match[1] in infos:
             raise CheckpointError(f"{path}: {key!r} and another key hold the same weight")
         else:
             infos[match[1]] = info
+    if embeddings := [key for key in other if "lora_embedding_" in key]:
+        raise CheckpointError(f"{path}: LoRA on embeddings is not supported: {shorten(embeddings)}")
+    return infos, other
+
+
+def _refuse_whole_weights(path: Path, other: Iterable[str]) -> None:
     if copies := [key for key in other if re.search(r"(embed_tokens|lm_head)(\.base_layer)?\.weight$", key)]:
         raise CheckpointError(
             f"{path}: holds copies of base weights ({shorten(copies)}); save it again with PEFT's "
             "save_pretrained(save_embedding_layers=False)"
         )
-    if embeddings := [key for key in other if "lora_embedding_" in key]:
-        raise CheckpointError(f"{path}: LoRA on embeddings is not supported: {shorten(embeddings)}")
-    if other:
-        raise CheckpointError(
-            f"{path}: {len(other)} tensors are not named {_PREFIX}<module>.lora_A.weight or .lora_B.weight: "
-            f"{shorten(other)}"
-        )
-    return infos
+    _refuse_unknown(path, list(other))
+
+
+def _refuse_unknown(path: Path, keys: Sequence[str]) -> None:
+    raise CheckpointError(
+        f"{path}: {len(keys)} tensors are not named {_PREFIX}<module>.lora_A.weight or .lora_B.weight: {shorten(keys)}"
+    )
+
+
+def _whole_weights(
+    folder: Path, other: Mapping[str, TensorInfo], config: Mapping[str, Any], adapter: ModelAdapter
+) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
+    """Weights trained whole and copies of base weights, by canonical name; see PeftFolder."""
+    path, specs = folder / WEIGHTS_FILE, {spec.name: spec for spec in adapter.tensors()} if other else {}
+    wanted = tuple(config.get("modules_to_save") or ())
+    saved: dict[str, TensorInfo] = {}
+    copies: dict[str, TensorInfo] = {}
+    unknown: list[str] = []
+    for key, info in other.items():
+        name = key.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        spec = specs.get(name)
+        if spec is None or not key.startswith(_PREFIX):
+            unknown.append(key)
+            continue
+        if tuple(info.shape) != tuple(spec.shape):
+            raise CheckpointError(
+                f"{path}: tensor {key!r}: shape {list(spec.shape)} expected from the base model, {list(info.shape)} "
+                "found: made for another base, or for one with tokens added"
+            )
+        # PEFT saves every module whose path ends so, at a dot or not
+        trained = spec.module.endswith(wanted) and ".base_layer." not in key
+        (saved if trained else copies)[name] = info
+    if unknown:
+        _refuse_unknown(path, unknown)
+    for entry in wanted:
+        missing = [spec.name for spec in adapter.tensors() if spec.module.endswith(entry) and spec.name not in saved]
+        if missing or not any(name.rpartition(".")[0].endswith(entry) for name in saved):
+            raise CheckpointError(
+                f"{path}: modules_to_save names {entry!r}, and the file lacks "
+                f"{shorten(missing) or 'such a weight of this model'}: made for another base model, or damaged"
+            )
+    return saved, copies
 
 
 def _check_tensors(
