@@ -196,7 +196,7 @@ def test_the_record_names_the_adapter_without_importing_it() -> None:
         ({"hidden_size": 66}, "hidden_size=66 .* num_attention_heads=4"),
         ({"head_dim": 15}, "head_dim=15 is odd"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
     ],
 )
