@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,21 @@ def atomic_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
             # the first error counts; what cannot be deleted now is found as a leftover later
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+
+def check_replaceable(final: Path, names: Set[str]) -> None:
+    """Raises CheckpointError when a folder of ``names`` cannot take the place of ``final``: it is a file, or holds
+    others, which would be lost."""
+    if not final.exists():
+        return
+    if not final.is_dir():
+        raise CheckpointError(f"{final}: a folder expected, a file found: move it away")
+    foreign = {path.name for path in final.iterdir()} - names
+    if foreign:
+        raise CheckpointError(
+            f"{final}: holds files that are not part of this save and would be lost: {', '.join(sorted(foreign)[:4])}: "
+            "move them away"
+        )
 
 
 def remove_folder(folder: Path) -> None:
@@ -131,14 +146,7 @@ def _put_in_place(temporary: Path, final: Path) -> None:
         os.rename(temporary, final)
         _sync(final.parent)
         return
-    if not final.is_dir():
-        raise CheckpointError(f"{final}: a folder expected, a file found: move it away")
-    foreign = {path.name for path in final.iterdir()} - {path.name for path in temporary.iterdir()}
-    if foreign:
-        raise CheckpointError(
-            f"{final}: holds files that are not part of this save and would be lost: {', '.join(sorted(foreign)[:4])}: "
-            "move them away"
-        )
+    check_replaceable(final, {path.name for path in temporary.iterdir()})
     aside = _beside(final, "old")
     os.rename(final, aside)
     try:

@@ -1,0 +1,207 @@
+"""What a merged model's folder will hold, tensor by tensor and file by file, before anything of it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lema_core.checkpoint import Manifest, TensorInfo, read_header, read_hf_config
+from lema_core.checkpoint.manifest import INDEX_NAME, SINGLE_NAME
+from lema_core.errors import CheckpointError
+from lema_train.atomic import check_replaceable
+from lema_train.merge import Change, Changes
+
+#: what is copied beside the weights: configs, tokenizers, chat templates, code and vocabularies
+_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".spm", ".bpe", ".py")
+_TERMS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+_TEMPLATES = "additional_chat_templates"
+#: transformers would load an adapter that lies in the folder onto the model
+_LEFT = ("adapter_config.json", "trainer_state.json")
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """``source`` with ``changes`` made, rounded to ``dtype``, under ``name``."""
+
+    name: str
+    source: TensorInfo
+    dtype: torch.dtype
+    changes: tuple[Change, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.source.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """One safetensors file; tensors in the order in which they are written."""
+
+    name: str
+    tensors: tuple[PlannedTensor, ...]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """``files`` and, if there is one, their ``index``; ``config`` is what config.json will be where that changes;
+    ``copied`` are paths below the base's ``folder``."""
+
+    folder: Path
+    files: tuple[PlannedFile, ...]
+    index: Mapping[str, Any] | None
+    config: Mapping[str, Any] | None
+    copied: tuple[Path, ...]
+
+    @property
+    def tensors(self) -> Iterator[PlannedTensor]:
+        return (tensor for file in self.files for tensor in file.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Disk space at most: headers and JSON take 1 kB a tensor, far more than they need."""
+        beside = sum((self.folder / path).stat().st_size for path in self.copied)
+        return self.nbytes + beside + 1000 * sum(1 for _ in self.tensors) + 1_000_000
+
+
+def plan_merge(
+    manifest: Manifest, changes: Changes, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None
+) -> MergePlan:
+    """Lay out the base in ``manifest`` with ``changes`` made.
+
+    ``dtype`` is what weights are stored as (fp64, fp32, fp16 and bf16 ones; None: each as it was). ``max_shard_bytes``
+    deals tensors out over files of at most so many bytes, as transformers does; None keeps the base's files.
+    Raises CheckpointError when a file of the base cannot be read.
+    """
+
+    def planned(name: str, source: TensorInfo) -> PlannedTensor:
+        stored = dtype if dtype is not None and source.dtype in _FLOATS else source.dtype
+        return PlannedTensor(name, source, stored, changes.tensors.get(name, ()))
+
+    headers = [read_header(path) for path in _paths(manifest)]
+    metadata = {key: text for header in reversed(headers) for key, text in header.metadata.items()} | {"format": "pt"}
+    added = [planned(name, source) for name, source in changes.added.items()]
+    if max_shard_bytes is None:
+        kept = [[planned(info.name, info) for info in _by_offset(header.tensors)] for header in headers]
+        kept[-1] += added
+        own = [header.metadata | {"format": "pt"} for header in headers]
+        names = [header.path.name for header in headers]
+        files = [PlannedFile(*each) for each in zip(names, map(tuple, kept), own, strict=True)]
+        indexed = _is_indexed(manifest, names)
+        if not indexed:
+            files = [PlannedFile(SINGLE_NAME, files[0].tensors, files[0].metadata)]
+    else:
+        ordered = [info for path in _paths(manifest) for info in _by_offset(manifest.tensors, path)]
+        shards = _deal([*(planned(info.name, info) for info in ordered), *added], max_shard_bytes)
+        indexed = len(shards) > 1
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+        files = [
+            PlannedFile(name if indexed else SINGLE_NAME, tuple(shard), metadata)
+            for name, shard in zip(names, shards, strict=True)
+        ]
+    config = _config(manifest.folder, changes.config, dtype)
+    copied = [path for path in _beside(manifest.folder) if config is None or path != Path("config.json")]
+    return MergePlan(manifest.folder, tuple(files), _index(manifest, files) if indexed else None, config, tuple(copied))
+
+
+def check_target(plan: MergePlan, output_dir: Path, sources: Iterable[Path]) -> Path:
+    """The folder that ``output_dir`` is, links followed, when ``plan`` may be written there.
+
+    Raises CheckpointError when it is a folder of ``sources`` or holds one, holds a file of theirs under whatever name,
+    or files that the plan does not write.
+    """
+    final = Path(os.path.realpath(output_dir))
+    read: dict[tuple[int, int], Path] = {}
+    for source in sources:
+        if final == source.resolve() or final in source.resolve().parents:
+            raise CheckpointError(
+                f"output_dir: {output_dir} is or holds {source}, which is read: give a folder of its own"
+            )
+        read |= {_identity(path): path for path in source.iterdir() if path.is_file()}
+    for path in final.rglob("*") if final.is_dir() else ():
+        if path.is_file() and _identity(path) in read:
+            raise CheckpointError(
+                f"output_dir: {path} is {read[_identity(path)]} by another name: give a folder of its own"
+            )
+    names = {file.name for file in plan.files} | {path.parts[0] for path in plan.copied} | {INDEX_NAME, "config.json"}
+    check_replaceable(final, names)
+    return final
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _paths(manifest: Manifest) -> list[Path]:
+    return sorted({info.segment.path for info in manifest.tensors.values()})
+
+
+def _by_offset(tensors: Mapping[str, TensorInfo], path: Path | None = None) -> list[TensorInfo]:
+    infos = (info for info in tensors.values() if path in (None, info.segment.path))
+    return sorted(infos, key=lambda info: (info.segment.offset, info.segment.nbytes))
+
+
+def _is_indexed(manifest: Manifest, names: Sequence[str]) -> bool:
+    """Whether the base's files are several, or one that is read because its index names it."""
+    return len(names) > 1 or (names[0] != SINGLE_NAME and (manifest.folder / INDEX_NAME).is_file())
+
+
+def _deal(tensors: Sequence[PlannedTensor], max_shard_bytes: int) -> list[list[PlannedTensor]]:
+    """Tensors in order, a new file where the next one does not fit (``split_state_dict_into_shards_factory`` of
+    huggingface_hub): one that is too large by itself gets its own, and files around it go on filling up."""
+    shards: list[list[PlannedTensor]] = []
+    filling: list[PlannedTensor] = []
+    for tensor in tensors:
+        if tensor.nbytes > max_shard_bytes:
+            shards.append([tensor])
+            continue
+        if filling and sum(each.nbytes for each in filling) + tensor.nbytes > max_shard_bytes:
+            shards.append(filling)
+            filling = []
+        filling.append(tensor)
+    return [*shards, filling] if filling else shards
+
+
+def _index(manifest: Manifest, files: Sequence[PlannedFile]) -> dict[str, Any]:
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+    sizes = {tensor.name: (tensor.nbytes, prod(tensor.source.shape)) for file in files for tensor in file.tensors}
+    metadata: dict[str, Any] = {}
+    if _is_indexed(manifest, [path.name for path in _paths(manifest)]) and (manifest.folder / INDEX_NAME).is_file():
+        metadata = json.loads((manifest.folder / INDEX_NAME).read_text(encoding="utf-8")).get("metadata") or {}
+    metadata["total_size"] = sum(nbytes for nbytes, _ in sizes.values())
+    if "total_parameters" in metadata:
+        metadata["total_parameters"] = sum(numbers for _, numbers in sizes.values())
+    return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def _config(folder: Path, changed: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any] | None:
+    config = read_hf_config(folder)
+    edited = config | changed
+    if dtype is not None:
+        # the older of the two names is the one that all versions of transformers read
+        spelled = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
+        edited |= dict.fromkeys(spelled, str(dtype).removeprefix("torch."))
+    return None if edited == config else edited
+
+
+def _beside(folder: Path) -> Iterator[Path]:
+    """What is copied, below ``folder``."""
+    for path in sorted([*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja")]):
+        index = path.name.endswith(".index.json")
+        kept = path.name.endswith(_SUFFIXES) or path.name.upper().startswith(_TERMS)
+        if kept and not index and path.name not in _LEFT and not path.name.startswith(".") and path.is_file():
+            yield path.relative_to(folder)

@@ -1,0 +1,147 @@
+"""Writes a merged model block by block: as much memory for a model of any size, each number rounded once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lema_core.checkpoint import read_elements, write_safetensors
+from lema_core.checkpoint.header import DTYPE_NAMES
+from lema_core.checkpoint.manifest import INDEX_NAME
+from lema_core.errors import CheckpointError
+from lema_core.store.granules import MAX_GRANULE_BYTES
+from lema_train.atomic import atomic_folder
+from lema_train.merge import Update, matrix_shape
+from lema_train.merge_plan import MergePlan, PlannedTensor, check_target
+
+#: numbers of a block: in fp32, with the update and what is rounded beside it, it is about one granule
+_BLOCK = MAX_GRANULE_BYTES // 16
+
+#: is told the bytes that are written, and how many there will be
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class MergeReport:
+    """What was written. Of the numbers that changes would move in fp32, ``updated``, those that rounding to fewer bits
+    put back are ``lost``."""
+
+    folder: Path
+    tensors: int = 0
+    changed: int = 0
+    written_bytes: int = 0
+    updated: int = 0
+    lost: int = 0
+
+
+def write_merged(
+    plan: MergePlan, output_dir: Path, sources: Sequence[Path], progress: Progress = lambda done, total: None
+) -> MergeReport:
+    """Write what ``plan`` says to ``output_dir``, which appears when it is complete, in place of an earlier one.
+
+    ``sources`` are the folders that are read, of base and adapter. Raises CheckpointError before anything is written
+    when ``output_dir`` may not be replaced or its disk has too little room, and naming the tensor when a number is not
+    finite, or too large for the type it is stored as.
+    """
+    final = check_target(plan, output_dir, [plan.folder, *sources])
+    report = MergeReport(final)
+
+    def written(nbytes: int) -> None:
+        report.written_bytes += nbytes
+        progress(report.written_bytes, plan.nbytes)
+
+    with atomic_folder(final, plan.needed_bytes) as folder:
+        for path in plan.copied:
+            (folder / path).parent.mkdir(exist_ok=True)
+            shutil.copyfile(plan.folder / path, folder / path)
+        if plan.config is not None:
+            _write_json(folder / "config.json", plan.config)
+        if plan.index is not None:
+            _write_json(folder / INDEX_NAME, plan.index)
+        for file in plan.files:
+            tensors = [
+                (
+                    tensor.name,
+                    tensor.dtype,
+                    tensor.source.shape,
+                    lambda tensor=tensor: _blocks(tensor, report, written),
+                )
+                for tensor in file.tensors
+            ]
+            write_safetensors(folder / file.name, tensors, file.metadata, fsync=False)
+    report.tensors = sum(1 for _ in plan.tensors)
+    report.changed = sum(1 for tensor in plan.tensors if tensor.changes)
+    return report
+
+
+def _write_json(path: Path, value: object) -> None:
+    # into a folder that is synced as a whole
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _blocks(tensor: PlannedTensor, report: MergeReport, written: Callable[[int], None]) -> Iterator[Tensor]:
+    """What is written of a tensor, in blocks; each is told to ``written`` once it is."""
+    made = _changed_blocks(tensor, report) if tensor.changes else _same_blocks(tensor)
+    for block in made:
+        nbytes = block.nbytes
+        yield block
+        del block  # before the next one is made
+        written(nbytes)
+
+
+def _same_blocks(tensor: PlannedTensor) -> Iterator[Tensor]:
+    count = prod(tensor.source.shape)
+    for start in range(0, count, _BLOCK):
+        block = read_elements(tensor.source, start, min(_BLOCK, count - start))
+        yield block if block.dtype == tensor.dtype else _rounded(tensor, block)
+        del block
+
+
+def _changed_blocks(tensor: PlannedTensor, report: MergeReport) -> Iterator[Tensor]:
+    rows, columns = matrix_shape(tensor.source)
+    step = max(1, _BLOCK // max(1, columns))
+    opened: dict[int, Update] = {}
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        stored = read_elements(tensor.source, start * columns, (stop - start) * columns).view(stop - start, columns)
+        values = stored.to(torch.float32, copy=True)
+        for i, change in enumerate(tensor.changes):
+            low, high = max(start, change.first_row), min(stop, change.first_row + change.rows)
+            if low < high:
+                update = opened.pop(i, None) or change.open()
+                update(values[low - start : high - start], low - change.first_row)
+                if high < change.first_row + change.rows:
+                    opened[i] = update
+        block = _rounded(tensor, values)
+        if tensor.dtype.itemsize < values.dtype.itemsize:
+            before = stored.float()
+            updated = int(torch.count_nonzero(values != before))
+            report.updated += updated
+            report.lost += updated - int(torch.count_nonzero(block.float() != before))
+            del before
+        del stored, values
+        yield block
+        del block
+
+
+def _rounded(tensor: PlannedTensor, values: Tensor) -> Tensor:
+    """``values`` as they are stored. Raises CheckpointError naming the tensor when one is not finite then."""
+    block = values.to(tensor.dtype)
+    if bool(torch.isfinite(block).all()):
+        return block
+    where = f"{tensor.source.segment.path}: tensor {tensor.name!r}"
+    if not bool(torch.isfinite(values).all()):
+        causes = "base or LoRA weights" if tensor.changes else "the base's weights"
+        raise CheckpointError(f"{where}: infinite or NaN when merged: {causes} hold values that are not finite")
+    name, limit = DTYPE_NAMES[tensor.dtype], torch.finfo(tensor.dtype).max
+    raise CheckpointError(
+        f"{where}: {values.abs().max():g} when merged, and {name} holds at most {limit:g}: store it as another type, "
+        "merge_dtype=bfloat16 or float32"
+    )
