@@ -87,7 +87,8 @@ def sliding(ctx: ForwardContext, windows: Iterable[int], rows: int, n_queries: i
     for window in windows:
         if ctx.segments:
             segments = tuple(_narrowed_segment(segment, window, ctx.positions_BT.device) for segment in ctx.segments)
-            if segments != ctx.segments:
+            # not !=, which would compare masks element by element
+            if any(new is not old for new, old in zip(segments, ctx.segments, strict=True)):
                 found[window] = replace(ctx, segments=segments)
             continue
         n_keys = n_queries + (0 if ctx.cache is None else ctx.cache.length)
