@@ -23,9 +23,9 @@ class TensorSpec:
 
     ``name`` is the canonical checkpoint name, which is also transformers' parameter path
     (``model.layers.3.self_attn.q_proj.weight``); ``module`` is that path without the last part, as in PEFT keys.
-    ``role``: ``embedding``, ``linear``, ``bias``, ``norm`` or ``head``. ``layer`` is the block's number, None outside
-    blocks. ``tied_to`` names the tensor this one shares storage with (a tied head); a tied tensor is never stored
-    twice. ``transposed``: a linear's weight that lies as [in, out] in the files, which ``shape`` says too.
+    ``role``: ``embedding``, ``linear``, ``bias``, ``norm``, ``conv`` or ``head``. ``layer`` is the block's number, None
+    outside blocks. ``tied_to`` names the tensor this one shares storage with (a tied head); a tied tensor is never
+    stored twice. ``transposed``: a linear's weight that lies as [in, out] in the files, which ``shape`` says too.
     """
 
     name: str
@@ -77,6 +77,11 @@ class ModelAdapter(ABC):
     @abstractmethod
     def cache_shape(self) -> tuple[int, int]:
         """Key/value heads and head size: what one token of one layer puts into a KV cache, twice."""
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers that put keys and values into a cache."""
+        return self.n_layers
 
     @abstractmethod
     def prepare(self, ctx: ForwardContext) -> None:

@@ -12,8 +12,8 @@ from lema_core.errors import BudgetError
 
 
 class KVCache:
-    """Grows by ``chunk_size`` tokens per layer, up to ``max_tokens``; the bytes of that are checked against
-    ``budget_bytes`` first."""
+    """Grows by ``chunk_size`` tokens per layer, up to ``max_tokens``; the bytes of that, for ``cached_layers`` (None:
+    all), are checked against ``budget_bytes`` first. ``states``: what other layers carry from token to token."""
 
     def __init__(
         self,
@@ -24,7 +24,9 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         budget_bytes: int | None = None,
+        cached_layers: int | None = None,
     ) -> None:
+        self.states: dict[int, Tensor] = {}
         self._keys: list[Tensor | None] = [None] * n_layers
         self._values: list[Tensor | None] = [None] * n_layers
         self._lengths = [0] * n_layers
@@ -34,7 +36,8 @@ class KVCache:
         self._dtype = dtype
         self._device = device
         b, h, d = shape_BHD
-        needed = 2 * n_layers * b * h * d * max_tokens * dtype.itemsize
+        cached = n_layers if cached_layers is None else cached_layers
+        needed = 2 * cached * b * h * d * max_tokens * dtype.itemsize
         if budget_bytes is not None and needed > budget_bytes:
             raise BudgetError(
                 f"the KV cache of {max_tokens} tokens needs {needed:,} bytes, {budget_bytes:,} are given; "
@@ -43,8 +46,8 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens that every layer has seen."""
-        return self._lengths[-1]
+        """Tokens that the layers which keep any have seen."""
+        return max(self._lengths)
 
     @property
     def nbytes(self) -> int:

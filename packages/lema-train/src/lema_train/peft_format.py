@@ -151,7 +151,7 @@ def _config_to_write(weights: LoraWeights, adapter: ModelAdapter, base: str | No
         "base_model_name_or_path": base,
         "bias": "none",
         "exclude_modules": None,
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": any(spec.transposed for spec in weights.modules),
         "inference_mode": True,
         "init_lora_weights": True,
         "layers_pattern": None,

@@ -58,7 +58,8 @@ class Dropout:
 @dataclass
 class ForwardContext:
     """``positions_BT``: each token's position, [1, N] for packed micro-batches. ``mask_BTS``: True where a query may
-    see a key; None means plain causal; packed micro-batches have theirs in ``segments``.
+    see a key; None means plain causal; packed micro-batches have theirs in ``segments``. ``valid_BT``: False at
+    padding, None where no token follows any.
 
     ``segments``: the packed micro-batches, empty outside training. ``cache``: keys and values of earlier tokens, None
     outside generation. ``shared``: what an adapter's ``prepare`` computes once for all blocks. ``within``: the same
@@ -68,6 +69,7 @@ class ForwardContext:
     positions_BT: Tensor
     mask_BTS: Tensor | None = None
     cache: KVCache | None = None
+    valid_BT: Tensor | None = None
     segments: tuple[Segment, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)
     within: Mapping[int, ForwardContext] = field(default_factory=dict)

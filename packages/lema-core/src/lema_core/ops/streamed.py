@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lema_core.ops.attention import attention
 from lema_core.ops.context import Dropout, ForwardContext, Segment
+from lema_core.ops.conv import short_conv
 from lema_core.ops.elementwise import gelu, layer_norm, rms_norm, rotary, silu_product
 from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
@@ -88,20 +89,20 @@ class StreamedOps:
         outputs = _Linears.apply(self, self.now, tuple(modules), last, x_NK, *trained)
         return [y.view(*leading, y.shape[-1]) for y in outputs]
 
-    def block_output(self, residual_BTC: Tensor, x_BTK: Tensor, module: str) -> Tensor:
-        """``residual + linear(x)``: what a block returns, and nothing else reads.
+    def block_output(self, residual_BTC: Tensor, x_BTK: Tensor, module: str, dropout: float = 0.0) -> Tensor:
+        """``residual + dropout(linear(x))``: what a block returns, and nothing else reads.
 
         When a block runs again for its gradient, only the graph of this sum is needed: the product is left out, the
         values are undefined, and no tape keeps them.
         """
-        return residual_BTC + self.linears(x_BTK, [module], last=True)[0]
+        return residual_BTC + self.dropout(self.linears(x_BTK, [module], last=True)[0], dropout, module)
 
     def linear(self, x_BTK: Tensor, module: str) -> Tensor:
         return self.linears(x_BTK, [module])[0]
 
     def embedding(self, ids_BT: Tensor, name: str) -> Tensor:
         """Rows of the table ``name`` -> [B, T, C], feature-major."""
-        rows_NC = self.weights.rows(name, ids_BT.reshape(-1), self.dtype)
+        rows_NC = self.weights.rows(name, ids_BT.reshape(-1).cpu(), self.dtype)
         return rows_NC.t().contiguous().t().view(*ids_BT.shape, -1)
 
     def vector(self, name: str) -> Tensor:
@@ -150,6 +151,12 @@ class StreamedOps:
         ``window``: one of the adapter's ``windows``; a query sees so many keys at most, itself included.
         """
         return attention(self.kernels.attention, q_BHTD, k_BHSD, v_BHSD, ctx, scale, window)
+
+    def conv(self, x_BTC: Tensor, module: str, ctx: ForwardContext, layer: int) -> Tensor:
+        """A short causal convolution along each row, every feature by itself; the weight is [C, 1, taps]."""
+        taps_CK = self.vector(f"{module}.weight").flatten(1)
+        bias_C = self.vector(f"{module}.bias") if self.has_bias(module) else None
+        return short_conv(x_BTC, taps_CK, bias_C, ctx, layer)
 
     def dropout(self, x_BTC: Tensor, p: float, name: str) -> Tensor:
         """Dropout in training, identity otherwise."""

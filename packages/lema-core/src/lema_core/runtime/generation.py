@@ -47,6 +47,7 @@ def generate_greedy(
         runner.dtype,
         runner.store.device.torch_device,
         budget_bytes,
+        runner.adapter.cached_layers,
     )
     new_ids: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(prompts)))

@@ -59,7 +59,9 @@ class PieceRun:
         self._tokens = segments[-1].stop
         self.ids = torch.zeros(1, self._tokens, dtype=torch.int64)
         positions = torch.arange(self._tokens, device=ops.device)
-        self.ctx = ForwardContext(positions[None], segments=self._segments)
+        padded = any(each.mask_BTS is not None for each in segments)
+        valid_BT = torch.ones(1, self._tokens, dtype=torch.bool, device=ops.device) if padded else None
+        self.ctx = ForwardContext(positions[None], valid_BT=valid_BT, segments=self._segments)
         adapter.prepare(self.ctx)
         self._dropout = Dropout(0, 0, self._segments)
 

@@ -184,7 +184,15 @@ class ModelRunner:
             start += rows * tokens
         ids = torch.cat([batch.input_ids.reshape(-1) for batch in batches.values()])
         positions = torch.cat([token_positions(batch.attention_mask).reshape(-1) for batch in batches.values()])
-        ctx = ForwardContext(positions[None].to(self._ops.device), segments=tuple(segments))
+        valid_BT = None
+        if any(segment.mask_BTS is not None for segment in segments):
+            # Padding that no token follows is left as it is where a micro-batch is alone.
+            valid = [
+                batch.attention_mask if segment.mask_BTS is not None else torch.ones_like(batch.attention_mask)
+                for batch, segment in zip(batches.values(), segments, strict=True)
+            ]
+            valid_BT = torch.cat([each.reshape(-1) for each in valid])[None].to(self._ops.device)
+        ctx = ForwardContext(positions[None].to(self._ops.device), valid_BT=valid_BT, segments=tuple(segments))
         self.adapter.prepare(ctx)
         ctx.within = sliding(ctx, self.adapter.windows, 1, start)
         return _Group(number, ids[None], ctx, Pass(ctx.segments, Dropout(seed, step, ctx.segments)))
@@ -288,6 +296,8 @@ class ModelRunner:
         positions = token_positions(batch.attention_mask)[:, -n_queries:].to(self._ops.device)
         mask = attention_mask_BTS(batch.attention_mask, n_queries)
         ctx = ForwardContext(positions, None if mask is None else mask.to(self._ops.device), cache)
+        if needs_mask(batch.attention_mask, n_queries):
+            ctx.valid_BT = batch.attention_mask[:, -n_queries:].to(self._ops.device)
         self.adapter.prepare(ctx)
         ctx.within = sliding(ctx, self.adapter.windows, len(positions), n_queries)
         return ctx
