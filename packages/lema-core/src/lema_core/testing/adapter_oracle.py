@@ -50,6 +50,11 @@ def write_model(folder: Path, hf_config: Mapping[str, Any], seed: int = 0) -> No
     model.save_pretrained(folder)
 
 
+def load_config(folder: Path) -> Any:
+    """transformers' config of ``folder``."""
+    return oracle("transformers").AutoConfig.from_pretrained(folder)
+
+
 def load_model(folder: Path) -> Any:
     """transformers' model of ``folder`` in fp32 and eval mode, attention written out."""
     auto = oracle("transformers").AutoModelForCausalLM

@@ -12,190 +12,38 @@ Shapes: B rows, T tokens, V vocabulary, r rank.
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lema_core.adapter import ModelAdapter, TensorSpec
-from lema_core.checkpoint import TensorInfo, bind_tensors, read_hf_config, read_manifest
-from lema_core.device import CpuDevice, Device
+from lema_core.checkpoint import read_manifest
 from lema_core.errors import CheckpointError
-from lema_core.ops.kernels import Kernels
-from lema_core.ops.low_rank import LowRankUpdate
+from lema_core.kv import KVCache
 from lema_core.runtime.batch import TokenBatch
 from lema_core.runtime.generation import generate_greedy
 from lema_core.runtime.piece_run import Level
-from lema_core.runtime.runner import ModelRunner, TrainPass
 from lema_core.runtime.schedule import Groups
-from lema_core.store.model import cut_model
-from lema_core.store.store import TensorStore
 from lema_core.testing import adapter_files as files
 from lema_core.testing import adapter_oracle as theirs
+from lema_core.testing.adapter_case import AdapterCase, Shape, batch_of, by_name, train
 from lema_core.testing.comparing import assert_all_close, assert_close, assert_equal
 from lema_core.testing.forced import ForcedSchedule
 from lema_core.testing.simulated import SimulatedAccelerator
 
-#: lora_A [r, in] and lora_B [out, r]
-Pair = tuple[Tensor, Tensor]
-#: rows, tokens, and where the first row is padded
-Shape = tuple[int, int, str]
-
-#: small matrices are cut into several row blocks
-_GRANULE_BYTES = 9_000
-_RANK, _SCALE = 3, 0.5
 #: one target, one token (nothing to learn), padding on both sides, no length a multiple of another
-_UNEVEN: tuple[Shape, ...] = ((2, 9, "right"), (1, 5, ""), (3, 13, "left"), (1, 1, ""), (1, 2, ""))
+_UNEVEN: tuple[Shape, ...] = ((2, 9, "right"), (1, 5, ""), (3, 13, "left"), (1, 1, ""), (1, 2, ""), (1, 37, ""))
 #: micro-batches of a step, step by step
 _STEPS: tuple[tuple[Shape, ...], ...] = (_UNEVEN, ((1, 17, ""),), ((2, 7, "left"), (2, 7, "right")))
 _R, _K, _G = Level.RECOMPUTE, Level.KEEP, Level.GRAPH
 
 
-class AdapterSuite:
-    """Tests of an adapter against transformers and PEFT, and of what streaming promises, through lema_core alone.
-
-    ``hf_config``: fields of a small ``config.json``, ``model_type`` among them, without dropout. ``variants``: what
-    each changes. ``dropout``: fields that turn the model's own dropout on, if it has any. ``buffers``: names and shapes
-    of tensors that files may have and ``adapter.ignored`` covers, one at least for each pattern.
-    """
-
-    adapter: ClassVar[type[ModelAdapter]]
-    hf_config: ClassVar[Mapping[str, Any]]
-    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"plain": {}}
-    dropout: ClassVar[Mapping[str, Any]] = {}
-    buffers: ClassVar[Mapping[str, tuple[int, ...]]] = {}
-
-    # -- what an architecture with tensors of its own kind overrides
-
-    def write(self, folder: Path, hf_config: Mapping[str, Any]) -> None:
-        """Save a random model of ``hf_config`` as the Hub has it."""
-        theirs.write_model(folder, hf_config)
-
-    def linear_names(self, model: Any) -> set[str]:
-        """Module paths of all linear layers of transformers' ``model``, which LoRA must be possible on."""
-        return {n for n, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")}
-
-    def peft_config(self, adapter: ModelAdapter) -> dict[str, Any]:
-        """``adapter_config.json`` for LoRA on every linear."""
-        linears = list(adapter.linear_modules())
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": _RANK,
-            "lora_alpha": _RANK * _SCALE,
-            "target_modules": [spec.module for spec in linears],
-            "fan_in_fan_out": any(spec.transposed for spec in linears),
-        }
-
-    def to_peft(self, adapter: ModelAdapter, pairs: Mapping[str, Pair]) -> dict[str, Tensor]:
-        """LoRA weights by module -> tensors by PEFT's keys."""
-        return {
-            f"base_model.model.{module}.{name}.weight": tensor
-            for module, pair in pairs.items()
-            for name, tensor in zip(("lora_A", "lora_B"), pair, strict=True)
-        }
-
-    def from_peft(self, adapter: ModelAdapter, tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
-        """The inverse of :meth:`to_peft`; gradients of PEFT's tensors are brought back by it too."""
-        keys = {spec.module: f"base_model.model.{spec.module}" for spec in adapter.linear_modules()}
-        return {
-            module: (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"])
-            for module, key in keys.items()
-            if f"{key}.lora_A.weight" in tensors
-        }
-
-    def oracle_loss(self, model: Any, batches: Sequence[TokenBatch], logits_BTV: Sequence[Tensor]) -> Tensor:
-        """The loss of a step, from the logits of its ``batches`` by transformers' ``model``: the mean over all targets,
-        unless the architecture adds something."""
-        return theirs.mean_loss(logits_BTV, batches)
-
-    # -- what the tests are made of
-
-    def pytest_generate_tests(self, metafunc: Any) -> None:
-        if "variant" in metafunc.fixturenames:
-            metafunc.parametrize("variant", list(self.variants))
-
-    @classmethod
-    def setup_class(cls) -> None:
-        cls._root = Path(tempfile.mkdtemp(prefix="adapter-suite-"))
-        cls._written: dict[str, Path] = {}
-
-    @classmethod
-    def teardown_class(cls) -> None:
-        shutil.rmtree(cls._root)
-
-    def setup_method(self) -> None:
-        # Tiny products gain nothing from threads, and lose a lot where other work runs.
-        self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        self._runners: list[ModelRunner] = []
-        self._own = tempfile.TemporaryDirectory(dir=self._root)
-        self.own = Path(self._own.name)
-
-    def teardown_method(self) -> None:
-        torch.set_num_threads(self._threads)
-        for runner in self._runners:
-            runner.close()
-        self._own.cleanup()
-
-    def folder(self, variant: str, **changes: Any) -> Path:
-        """The variant's model folder, made once; only read."""
-        key = f"{variant} {sorted(changes.items())}"
-        if key not in self._written:
-            path = self._root / f"model{len(self._written)}"
-            self.write(path, {**self.hf_config, **self.variants[variant], **changes})
-            self._written[key] = path
-        return self._written[key]
-
-    def bound(self, folder: Path) -> tuple[ModelAdapter, dict[str, TensorInfo]]:
-        """The adapter of a folder, and where each of its tensors is."""
-        adapter = self.adapter.from_hf_config(read_hf_config(folder))
-        return adapter, bind_tensors(read_manifest(folder), adapter)
-
-    def open(
-        self,
-        folder: Path,
-        updates: Mapping[str, LowRankUpdate] | None = None,
-        resident: bool = False,
-        device: Device | None = None,
-    ) -> ModelRunner:
-        """Over the smallest windows there can be, or over all weights; closed when the test is over."""
-        device = device or CpuDevice()
-        adapter, bound = self.bound(folder)
-        model = cut_model(adapter, bound, _GRANULE_BYTES)
-        given = None if resident else model.smallest_bytes
-        store = TensorStore(model, device, model.sizes(given, given, device.shares_ram))
-        self._runners.append(ModelRunner(adapter, model, store, updates or {}, Kernels()))
-        return self._runners[-1]
-
-    def lora(self, adapter: ModelAdapter, dropout: float = 0.0, seed: int = 1) -> dict[str, LowRankUpdate]:
-        """Random LoRA weights on every linear, neither of a pair zero."""
-        generator = torch.Generator().manual_seed(seed)
-
-        def update(spec: TensorSpec) -> LowRankUpdate:
-            out_size, in_size = spec.linear_shape
-            lora_A = torch.randn(_RANK, in_size, generator=generator) * in_size**-0.5
-            lora_B = torch.randn(out_size, _RANK, generator=generator) * 0.2
-            return LowRankUpdate(lora_A.requires_grad_(), lora_B.requires_grad_(), _SCALE, dropout)
-
-        return {spec.module: update(spec) for spec in adapter.linear_modules()}
-
-    def peft(self, folder: Path, adapter: ModelAdapter, updates: Mapping[str, LowRankUpdate]) -> Any:
-        """transformers' model with ``updates``, which PEFT reads from files in its layout."""
-        lora_folder = self.own / f"lora{len(list(self.own.iterdir()))}"
-        pairs = {module: update.parameters() for module, update in updates.items()}
-        theirs.write_lora(lora_folder, self.peft_config(adapter), self.to_peft(adapter, pairs))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model = theirs.load_lora(theirs.load_model(folder), lora_folder)
-        unused = [str(warning.message) for warning in caught if "missing adapter keys" in str(warning.message)]
-        assert not unused, unused[0]
-        return model
+class AdapterSuite(AdapterCase):
+    """Tests of an adapter against transformers and PEFT, and of what streaming promises, through lema_core alone."""
 
     # -- the files
 
@@ -204,13 +52,20 @@ class AdapterSuite:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             adapter, bound = self.bound(folder)
-        in_files = set(read_manifest(folder).tensors)
-        assert {info.name for info in bound.values()} == in_files
+        unused = set(read_manifest(folder).tensors) - {info.name for info in bound.values()}
+        assert not unused, f"not used: {sorted(unused)[:4]}"
         specs = list(adapter.tensors())
         assert len({spec.name for spec in specs}) == len(specs), "a name is declared twice"
         for spec in specs:
             number = re.search(r"(?:^|\.)(\d+)\.", spec.name)
             assert spec.layer == (None if number is None else int(number[1])), f"{spec.name}: layer {spec.layer}"
+
+    def test_sizes_are_those_of_the_config(self, variant: str) -> None:
+        adapter, _ = self.bound(self.folder(variant))
+        config = theirs.load_config(self.folder(variant))
+        found = adapter.n_layers, adapter.hidden_size, adapter.vocab_size, adapter.max_positions
+        expected = config.num_hidden_layers, config.hidden_size, config.vocab_size, config.max_position_embeddings
+        assert found == expected, f"layers, hidden size, vocabulary and positions: {expected} expected, {found} found"
 
     def test_lora_is_possible_on_every_linear(self, variant: str) -> None:
         adapter, _ = self.bound(self.folder(variant))
@@ -222,7 +77,7 @@ class AdapterSuite:
     def test_files_as_the_hub_has_them(self, variant: str) -> None:
         """Under every prefix, in shards, with buffers that carry no weights: the same bits without a warning."""
         folder = self.folder(variant)
-        ids = _batch((2, 6, ""), self.bound(folder)[0].vocab_size)
+        ids = batch_of((2, 6, ""), self.bound(folder)[0].vocab_size)
         expected = self.open(folder).logits(ids)
         tensors = files.read_tensors(folder)
         for pattern in self.adapter.ignored:
@@ -288,7 +143,7 @@ class AdapterSuite:
         folder = self.folder(variant)
         runner, model = self.open(folder), theirs.load_model(folder)
         for shape in ((1, 1, ""), (2, 9, ""), (3, 13, "left"), (2, 17, "right"), (4, 2, "left")):
-            batch = _batch(shape, runner.adapter.vocab_size)
+            batch = batch_of(shape, runner.adapter.vocab_size)
             with torch.no_grad():
                 expected = theirs.logits(model, batch)
             real = batch.attention_mask
@@ -300,10 +155,10 @@ class AdapterSuite:
 
     def test_padding_changes_nothing(self, variant: str) -> None:
         runner = self.open(self.folder(variant))
-        row = _batch((1, 6, ""), runner.adapter.vocab_size)
+        row = batch_of((1, 6, ""), runner.adapter.vocab_size)
         expected = runner.logits(row)[0]
         for side in ("left", "right"):
-            other = _batch((2, 11, ""), runner.adapter.vocab_size, seed=9)
+            other = batch_of((2, 11, ""), runner.adapter.vocab_size, seed=9)
             place = slice(5, None) if side == "left" else slice(0, 6)
             ids, mask = other.input_ids.clone(), torch.zeros(2, 11, dtype=torch.bool)
             ids[0, place], mask[0, place], mask[1] = row.input_ids[0], True, True
@@ -317,29 +172,56 @@ class AdapterSuite:
         updates = self.lora(adapter)
         runner, model = self.open(folder, updates), self.peft(folder, adapter, updates)
         for step, shapes in enumerate(_STEPS):
-            batches = [_batch(shape, adapter.vocab_size, seed) for seed, shape in enumerate(shapes)]
-            found = _train(runner, updates, batches, step)
-            model.zero_grad()
-            theirs_BTV = [theirs.logits(model, batch) for batch in batches]
-            loss = self.oracle_loss(model, batches, theirs_BTV)
-            loss.backward()
-            gradients = {
-                key: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                for key, parameter in theirs.trained(model).items()
-            }
-            expected = {"loss": loss, **_by_name(self.from_peft(adapter, gradients))}
-            for index, batch in enumerate(batches):
-                if (logits := found.pop(f"logits {index}", None)) is not None:
-                    real = batch.attention_mask
-                    assert_close(f"step {step}, logits {index}", logits[real], theirs_BTV[index][real])
-            assert_all_close(f"step {step}", found, expected)
+            batches = [batch_of(shape, adapter.vocab_size, seed) for seed, shape in enumerate(shapes)]
+            found = train(runner, updates, batches, step)
+            assert_all_close(f"step {step}", found, self._oracle_step(adapter, model, batches, found))
+
+    def _oracle_step(
+        self, adapter: ModelAdapter, model: Any, batches: Sequence[TokenBatch], found: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What ``train`` gives, by PEFT. Logits of padding, which nobody reads, are those of ``found``."""
+        model.zero_grad()
+        logits_BTV = [theirs.logits(model, batch) for batch in batches]
+        loss = self.oracle_loss(model, batches, logits_BTV)
+        loss.backward()
+        gradients = {
+            key: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for key, parameter in theirs.trained(model).items()
+        }
+        logits = {
+            f"logits {index}": torch.where(batch.attention_mask[..., None], each, found[f"logits {index}"])
+            for index, (batch, each) in enumerate(zip(batches, logits_BTV, strict=True))
+            if f"logits {index}" in found
+        }
+        return {"loss": loss, **logits, **by_name(self.from_peft(adapter, gradients))}
+
+    def test_lora_on_one_kind_of_linear(self) -> None:
+        """Nothing else of the last layer, or outside all, has a gradient: each linear by itself."""
+        folder = self.folder(next(iter(self.variants)))
+        adapter, _ = self.bound(folder)
+        everything = self.lora(adapter)
+        model = self.peft(folder, adapter, everything)
+        last = [spec for spec in adapter.linear_modules() if spec.layer in (adapter.n_layers - 1, None)]
+        batches = [batch_of(shape, adapter.vocab_size, seed) for seed, shape in enumerate(((2, 9, "left"), (1, 5, "")))]
+        for spec in last:
+            updates = {spec.module: everything[spec.module]}
+            pairs = {module: update.parameters() for module, update in everything.items()}
+            none = {module: tuple(map(torch.zeros_like, pair)) for module, pair in pairs.items()}
+            given = self.to_peft(adapter, none | {spec.module: pairs[spec.module]})
+            with torch.no_grad():
+                for key, parameter in theirs.trained(model).items():
+                    parameter.copy_(given[key])
+            first_layer = adapter.n_layers if spec.layer is None else spec.layer
+            found = train(self.open(folder, updates), updates, batches, 0, first_layer)
+            expected = self._oracle_step(adapter, model, batches, found)
+            assert_all_close(f"LoRA on {spec.module} alone", found, {name: expected[name] for name in found})
 
     def test_no_window_or_schedule_changes_a_bit(self, variant: str) -> None:
         """Streamed = resident, micro-batches together = apart, and whatever is kept or recomputed, dropout included."""
         folder = self.folder(variant, **self.dropout)
         adapter, _ = self.bound(folder)
         updates = self.lora(adapter, dropout=0.2)
-        batches = [_batch(shape, adapter.vocab_size, seed) for seed, shape in enumerate(_UNEVEN)]
+        batches = [batch_of(shape, adapter.vocab_size, seed) for seed, shape in enumerate(_UNEVEN)]
         n_learning = sum(batch.n_targets > 0 for batch in batches)
         apart: Groups = tuple((index,) for index in range(n_learning))
         together: Groups = (tuple(range(n_learning)),)
@@ -358,13 +240,29 @@ class AdapterSuite:
             # What pieces cost depends on none of these: one dry run serves all.
             costs = costs or runner.scheduler.costs
             runner.scheduler = ForcedSchedule(costs, groups, levels)
-            evaluated = {f"evaluated {shape}": runner.logits(_batch(shape, adapter.vocab_size)) for shape in _UNEVEN}
-            computed[what] = evaluated | _train(runner, updates, batches, step=3)
+            evaluated = {f"evaluated {shape}": runner.logits(batch_of(shape, adapter.vocab_size)) for shape in _UNEVEN}
+            computed[what] = evaluated | train(runner, updates, batches, step=3)
             runner.close()
             assert device is None or device.overwrites_while_read == 0
         expected = computed.pop("resident, apart, recomputed")
         for what, found in computed.items():
             assert_equal(what, found, expected)
+
+    def test_dropout_of_the_model(self, dropout_field: str) -> None:
+        """It changes what is learnt from, by the step, and nothing of what is evaluated."""
+        variant = next(iter(self.variants))
+        losses, logits = [], []
+        for changes in ({}, {dropout_field: self.dropout[dropout_field]}):
+            folder = self.folder(variant, **changes)
+            adapter, _ = self.bound(folder)
+            updates = self.lora(adapter)
+            runner, batch = self.open(folder, updates), batch_of((2, 9, "left"), adapter.vocab_size)
+            logits.append(runner.logits(batch))
+            losses.append([train(runner, updates, [batch], step)["loss"].item() for step in (0, 1, 0)])
+        assert_equal("evaluated", {"logits": logits[1]}, {"logits": logits[0]})
+        (without, *others), (first, second, again) = losses
+        assert others == [without] * 2, f"without dropout: {losses[0]}"
+        assert first == again and len({without, first, second}) == 3, f"{without} without, {losses[1]} with dropout"
 
     def test_half_precision_files(self) -> None:
         """Weights stored as bf16 and fp16 are those of the file, computed with in fp32."""
@@ -373,7 +271,7 @@ class AdapterSuite:
             tensors = {name: tensor.to(dtype) for name, tensor in files.read_tensors(folder).items()}
             path = files.write_tensors(folder, self.own / str(dtype), tensors)
             runner = self.open(path)
-            batch = _batch((2, 9, ""), runner.adapter.vocab_size)
+            batch = batch_of((2, 9, ""), runner.adapter.vocab_size)
             with torch.no_grad():
                 expected = theirs.logits(theirs.load_model(path), batch)
             assert_close(f"{dtype}: logits", runner.logits(batch), expected)
@@ -384,7 +282,7 @@ class AdapterSuite:
         """Token by token: the logits of a fresh forward pass over each row, and the ids of transformers' generate."""
         folder = self.folder(variant)
         runner = self.open(folder)
-        prompts = [row.tolist()[:n] for row, n in zip(_batch((3, 7, ""), 40).input_ids, (3, 1, 7), strict=True)]
+        prompts = [row.tolist()[:n] for row, n in zip(batch_of((3, 7, ""), 40).input_ids, (3, 1, 7), strict=True)]
         decoded: list[Tensor] = []
         next_logits = runner.next_logits
         runner.next_logits = lambda batch, cache: decoded.append(next_logits(batch, cache)) or decoded[-1]
@@ -397,6 +295,23 @@ class AdapterSuite:
         expected = theirs.generate(theirs.load_model(folder), prompts, 9)
         assert new_ids == expected, f"transformers generates {expected}, not {new_ids}"
 
+    def test_a_cache_fed_in_pieces(self, variant: str) -> None:
+        """One token, several, and several on a warm cache; the first row is padded on the left."""
+        runner = self.open(self.folder(variant))
+        adapter = runner.adapter
+        ids = batch_of((2, 13, ""), adapter.vocab_size).input_ids
+        mask = torch.ones(2, 13, dtype=torch.bool)
+        mask[0, :3] = False
+        rows = [runner.logits(TokenBatch.of(ids[row, mask[row]]))[0] for row in range(2)]
+        cache = KVCache(adapter.n_layers, (2, *adapter.cache_shape()), max_tokens=13, chunk_size=5)
+        for start, stop in ((0, 1), (1, 6), (6, 7), (7, 13)):
+            found = runner.next_logits(TokenBatch(ids[:, start:stop], mask[:, :stop]), cache)
+            for row in range(2):
+                if mask[row, stop - 1]:
+                    expected = rows[row][int(mask[row, :stop].sum()) - 1]
+                    assert_close(f"row {row}, tokens {start} to {stop}", found[row], expected)
+        assert cache.length == 13
+
     # -- LoRA's files, and merging
 
     def test_lora_round_trip_through_peft(self, variant: str) -> None:
@@ -405,14 +320,14 @@ class AdapterSuite:
         adapter, _ = self.bound(folder)
         updates = self.lora(adapter)
         model = self.peft(folder, adapter, updates)
-        batch = _batch((2, 9, ""), adapter.vocab_size)
+        batch = batch_of((2, 9, ""), adapter.vocab_size)
         with torch.no_grad():
             expected = theirs.logits(model, batch)
         assert_close("logits", self.open(folder, updates).logits(batch), expected)
-        model.save_pretrained(self.own / "saved")
+        model.save_pretrained(self.own / "saved", save_embedding_layers=False)
         saved = self.from_peft(adapter, theirs.read_lora(self.own / "saved"))
         own = {module: update.parameters() for module, update in updates.items()}
-        assert_equal("what PEFT saved", _by_name(saved), _by_name(own))
+        assert_equal("what PEFT saved", by_name(saved), by_name(own))
 
     def test_merged_weights(self, variant: str) -> None:
         """W + scale B A in the files gives the logits of W with the update beside it, here and in transformers."""
@@ -422,51 +337,13 @@ class AdapterSuite:
         tied = {spec.module for spec in adapter.tensors() if spec.tied_to is not None}
         updates = {module: update for module, update in self.lora(adapter).items() if module not in tied}
         merged = files.merge(folder, self.own / "merged", adapter, bound, updates)
-        batch = _batch((2, 9, "left"), adapter.vocab_size)
+        batch = batch_of((2, 9, "left"), adapter.vocab_size)
         real = batch.attention_mask
         expected = self.open(folder, updates).logits(batch)[real]
         assert_close("logits of the merged model", self.open(merged).logits(batch)[real], expected)
         with torch.no_grad():
             found = theirs.logits(theirs.load_model(merged), batch)
         assert_close("logits of the merged model in transformers", found[real], expected)
-
-
-def _batch(shape: Shape, vocab_size: int, seed: int = 0) -> TokenBatch:
-    """Random ids, each fourth label left out; padding in the first row only."""
-    rows, tokens, padding = shape
-    ids = torch.randint(0, vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(ids)
-    if padding:
-        n_padding = max(1, tokens // 3)
-        mask[0, slice(0, n_padding) if padding == "left" else slice(-n_padding, None)] = 0
-    return TokenBatch.of(ids, mask, ids.masked_fill(torch.arange(tokens) % 4 == 2, -100))
-
-
-def _train(
-    runner: ModelRunner, updates: Mapping[str, LowRankUpdate], batches: Sequence[TokenBatch], step: int
-) -> dict[str, Tensor]:
-    """Loss, logits by micro-batch and all gradients of one step."""
-    for update in updates.values():
-        update.lora_A.grad = update.lora_B.grad = None
-    logits: dict[int, Tensor] = {}
-    loss = runner.train_step(batches, TrainPass(0, seed=7), step, logits)
-    gradients = {
-        module: tuple(update.gradient(parameter).clone() for parameter in update.parameters())
-        for module, update in updates.items()
-    }
-    return {
-        "loss": torch.tensor(loss, dtype=torch.float64),
-        **{f"logits {index}": each for index, each in logits.items()},
-        **_by_name(gradients),
-    }
-
-
-def _by_name(pairs: Mapping[str, Pair]) -> dict[str, Tensor]:
-    return {
-        f"{module}.{name}": tensor.detach()
-        for module, pair in pairs.items()
-        for name, tensor in zip(("lora_A", "lora_B"), pair, strict=True)
-    }
 
 
 def _one_of_each_kind(adapter: ModelAdapter) -> Iterator[TensorSpec]:
