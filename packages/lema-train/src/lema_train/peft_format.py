@@ -23,6 +23,7 @@ from lema_core.checkpoint import TensorInfo, read_header, read_tensor, write_saf
 from lema_core.checkpoint.describe import shorten
 from lema_core.errors import CheckpointError, ConfigError
 from lema_train.atomic import write_json
+from lema_train.checkpoint import find_checkpoints
 from lema_train.lora import LoraConfig, LoraWeights, lora_shapes
 from lema_train.selection import ALL_LINEAR, matches
 
@@ -64,6 +65,10 @@ def peft_bytes(weights: LoraWeights) -> int:
 def read_peft_config(folder: Path) -> dict[str, Any]:
     """``adapter_config.json`` as it stands. Raises CheckpointError when it is missing or not a JSON object."""
     path = folder / CONFIG_FILE
+    if not path.exists() and (checkpoints := find_checkpoints(folder)):
+        raise CheckpointError(
+            f"no {CONFIG_FILE} in {folder}; give one of its checkpoints, such as {checkpoints[-1][1]}"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
