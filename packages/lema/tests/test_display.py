@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lema.display import TrainingDisplay, print_summary
+from lema.display import TrainingDisplay, byte_progress, print_summary
 from lema.metrics import MetricsWriter, refuse_earlier_run
 from lema_core.errors import ConfigError, DataError
 
@@ -35,6 +35,14 @@ def _metrics(step: int, **changes: Any) -> dict[str, Any]:
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def test_a_long_transfer_is_a_live_line_on_a_terminal_and_one_line_in_a_pipe() -> None:
+    for out, expected in (Terminal(), "downloading [a]"), (io.StringIO(), "lema: downloading [a], 1.50 MB\n"):
+        with byte_progress("downloading [a]", 1_500_000, out) as advance:
+            advance(1_500_000)
+        assert expected in out.getvalue()
+    assert out.getvalue() == expected
 
 
 def test_piped_output_is_one_line_per_step() -> None:

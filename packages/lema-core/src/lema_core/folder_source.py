@@ -9,11 +9,14 @@ from lema_core.records import CheckpointSource
 
 
 def looks_like_path(ref: str) -> bool:
-    """True for what exists here and for what can only be a path: ``./x ../x ~/x /x a/b/c x.safetensors x.gguf``."""
+    """True for what exists here and for what can only be a path: ``./x ../x ~/x /x a/b/c x.safetensors x.gguf``.
+
+    What follows an ``@`` is a revision of a name, which may have slashes: ``org/name@refs/pr/1``.
+    """
     separators = [separator for separator in (os.sep, os.altsep) if separator]
     return (
         ref.startswith((".", "~", *separators))
-        or sum(ref.count(separator) for separator in separators) >= 2
+        or sum(ref.partition("@")[0].count(separator) for separator in separators) >= 2
         or ref.endswith((".safetensors", ".gguf"))
         or (bool(ref) and Path(ref).exists())
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -78,6 +79,32 @@ class TrainingDisplay:
             return ""
         budget = self._budgets.get(tier)
         return f"{tier} {format_bytes(used_bytes)}" + (f" of {format_bytes(budget)}" if budget else "")
+
+
+@contextmanager
+def byte_progress(about: str, total_bytes: int | None, out: TextIO) -> Iterator[Callable[[int], None]]:
+    """Shows how far a long transfer has come: a live line on a terminal, else one line when it begins.
+
+    Yields what takes the bytes done since the last call; it may be called from any thread.
+    """
+    if not out.isatty():
+        print(f"lema: {about}" + (f", {format_bytes(total_bytes)}" if total_bytes else ""), file=out, flush=True)
+        yield lambda n_bytes: None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(file=out)) as progress:
+        task = progress.add_task(escape(about), total=total_bytes)
+        yield lambda n_bytes: progress.advance(task, n_bytes)
 
 
 def _live_line(out: TextIO) -> Progress:
