@@ -58,7 +58,7 @@ def _fails(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         (["-m"], "unknown flag '-m'"),
         (["--config"], "--config"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
-        (["task=train"], "needs a model: +model=NAME (smollm2_135m"),
+        (["task=train"], "needs a model: +model=NAME (gpt2, lfm2"),
         ([MODEL], "needs rows: train_file"),
         ([MODEL, "task=generate"], "needs a prompt"),
         ([MODEL, "task=evaluate"], "needs rows: eval_file"),

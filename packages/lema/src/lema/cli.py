@@ -34,6 +34,9 @@ error, 130 Ctrl-C.
   python -m lema +model=smollm2_135m +recipe=demo
   python -m lema +model=smollm2_135m train_file=rows.jsonl lora_rank=32 output_dir=runs/first
   python -m lema model_name_or_path=./my-model task=generate prompt="Once upon a time"
+  python -m lema model_name_or_path=org/name@revision train_file=rows.jsonl
+  python -m lema +model=tinyllama init=random model_overrides={hidden_size:64} train_file=rows.jsonl max_steps=2
+  python -m lema task=merge lora_path=runs/first/checkpoint-500 output_dir=merged
   python -m lema +model=smollm2_135m task=plan batch_size=4
   python -m lema task=doctor"""
 
@@ -77,10 +80,15 @@ def _run(config: LemaConfig) -> None:
         print_plan(config, sys.stdout)
         return
     with quick_imports():
-        from lema import tasks
+        if config.task == "merge":
+            from lema.merge_task import merge as run
+        else:
+            from lema import tasks
+
+            run = getattr(tasks, config.task)
     from lema.display import print_summary
 
-    print_summary(getattr(tasks, config.task)(config), sys.stdout)
+    print_summary(run(config), sys.stdout)
 
 
 def _show_warnings_in_one_line() -> None:
@@ -110,9 +118,13 @@ def _split(argv: Sequence[str]) -> tuple[list[str], str | None]:
 
 def check_complete(config: LemaConfig) -> None:
     """Raise ConfigError when the task lacks an option it cannot run without."""
-    if config.model_name_or_path is None:
+    if config.task == "merge":
+        _check_merge(config)
+    elif config.model_name_or_path is None and config.hf_config is None:
         models = ", ".join(group_choices().get("model", {})) or "none is installed"
-        raise ConfigError(f"task={config.task} needs a model: +model=NAME ({models}) or model_name_or_path=FOLDER")
+        raise ConfigError(
+            f"task={config.task} needs a model: +model=NAME ({models}), or model_name_or_path=FOLDER or a Hub name"
+        )
     if config.task == "train" and config.train_file is None:
         raise ConfigError(
             "task=train needs rows: train_file=FILE.jsonl, or train_file=demo for the set that lema brings"
@@ -123,6 +135,14 @@ def check_complete(config: LemaConfig) -> None:
         raise ConfigError(
             "task=evaluate needs rows: eval_file=FILE.jsonl, or train_file=FILE.jsonl with eval_split=0.1"
         )
+
+
+def _check_merge(config: LemaConfig) -> None:
+    """A merge finds its base where the LoRA weights say, and never writes to where a run's checkpoints would go."""
+    if config.lora_path is None:
+        raise ConfigError("task=merge needs LoRA weights: lora_path=FOLDER, a PEFT folder or a checkpoint of a run")
+    if config.output_dir == LemaConfig().output_dir:
+        raise ConfigError("task=merge needs a folder of its own: output_dir=FOLDER")
 
 
 def help_text(width: int) -> str:

@@ -92,7 +92,8 @@ def _sort_in(key: str, value: Any, groups: dict[str, str], values: dict[str, Any
     """File one ``key: value`` as a choice or as an option. Raises ConfigError for a name that does not exist."""
     known = group_choices()
     if key in LemaConfig.options():
-        values[key] = value
+        earlier = values.get(key) if LemaConfig.option(key).mapping else None
+        values[key] = {**earlier, **value} if isinstance(earlier, dict) and isinstance(value, dict) else value
     elif key in known:
         if str(value) not in known[key]:
             note = f"; {_GROUP_NOTES[key]}" if key in _GROUP_NOTES else ""
@@ -131,6 +132,8 @@ def _parse_override(override: str) -> tuple[str, Any]:
     quoted = re.fullmatch(r"(['\"]).*\1", value, re.DOTALL)
     if option is None or (option.literal and value != "null" and not quoted):
         return key, value
+    if option.mapping and not re.fullmatch(r"\{.*\}|null|none", value.strip(), re.DOTALL | re.IGNORECASE):
+        value = f"{{{value}}}"
 
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException

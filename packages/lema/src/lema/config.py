@@ -13,7 +13,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from lema.options import Option, amount, choice, flag, integer, names, number, only_null, path, text
+from lema.options import Option, amount, choice, flag, integer, mapping, names, number, only_null, path, size, text
 from lema_core.errors import ConfigError
 from lema_core.suggest import did_you_mean
 
@@ -24,8 +24,6 @@ NO_QUANTIZATION = "this version stores weights as the checkpoint has them (fp32,
 ABSENT = {
     "trainable_modules": "this version trains LoRA weights; lora_target_modules and trainable_layers say where",
     "grad_accum_backend": "gradients of LoRA weights are accumulated beside them",
-    "init": "this version starts from a checkpoint; give model_name_or_path",
-    "model_overrides": "this version starts from a checkpoint; its config.json says what the model is",
 }
 
 
@@ -79,20 +77,39 @@ def _layer(value: Any) -> int | str:
 
 _MODEL, _LORA, _DATA, _OPTIM = "Model and task", "LoRA", "Data", "Optimization"
 _RUN, _MEMORY, _PLAN, _GENERATE = "Run, files and resuming", "Memory", "Planning", "Generation"
+_MERGE = "Merging"
 
 
 @dataclass(kw_only=True)
 class LemaConfig:
     """Every option of a run. All have defaults; a value that is not allowed raises ConfigError when it is assigned."""
 
-    task: str = choice("train", _MODEL, "What to do.", ("train", "generate", "evaluate", "plan", "doctor"))
+    task: str = choice("train", _MODEL, "What to do.", ("train", "generate", "evaluate", "merge", "plan", "doctor"))
     model_name_or_path: str | None = path(
-        None, _MODEL, "A folder in Hugging Face layout, or package:NAME for a model inside an installed package."
+        None,
+        _MODEL,
+        "A folder in Hugging Face layout, a name on the Hub (org/name, org/name@revision), or package:NAME for a model "
+        "inside an installed package.",
+    )
+    init: str = choice(
+        "checkpoint",
+        _MODEL,
+        "Weights from the checkpoint, or random ones from seed: an untrained model of hf_config's architecture, to try "
+        "a run with.",
+        ("checkpoint", "random"),
+    )
+    hf_config: dict[str, Any] | None = mapping(
+        _MODEL,
+        "A config.json for init=random, as +model=NAME sets it; null takes that of the folder model_name_or_path. A "
+        "checkpoint's own is always read from its folder.",
+    )
+    model_overrides: dict[str, Any] | None = mapping(
+        _MODEL, "Fields of hf_config to change for init=random, such as {num_hidden_layers:2,hidden_size:64}."
     )
     lora_path: str | None = path(
         None,
         _MODEL,
-        "LoRA weights to put on the model for generate and evaluate: a PEFT folder or a checkpoint of a run.",
+        "LoRA weights to put on the model for generate, evaluate and merge: a PEFT folder or a checkpoint of a run.",
     )
     device: str = text(
         "auto",
@@ -166,7 +183,7 @@ class LemaConfig:
     max_nonfinite_steps: int = integer(
         5, _OPTIM, "Skipped steps in a row, with infinite or NaN values, that end the run.", 1
     )
-    seed: int = integer(0, _OPTIM, "Seed of LoRA's start, the order of rows, and dropout.", 0, 2**63 - 1)
+    seed: int = integer(0, _OPTIM, "Seed of LoRA's start, the order of rows, dropout, and init=random.", 0, 2**63 - 1)
 
     output_dir: str = path("checkpoints", _RUN, "Folder for checkpoints, metrics.jsonl and summary.json.")
     save_steps: int | None = integer(
@@ -253,6 +270,16 @@ class LemaConfig:
     eval_max_new_tokens: int = integer(64, _GENERATE, "Tokens that task=evaluate generates for one row at most.", 0)
     kv_chunk_size: int = integer(8192, _GENERATE, "Tokens of keys and values kept and attended to together.", 1)
 
+    merge_dtype: str = choice(
+        "keep",
+        _MERGE,
+        "What task=merge stores weights as: keep (each as the base has it), or another type for all.",
+        ("keep", "float32", "bfloat16", "float16"),
+    )
+    max_shard_size: int | None = size(
+        _MERGE, "Largest file of weights that task=merge writes, such as 5GB; null keeps the base's files."
+    )
+
     def __new__(cls, *_: Any, **given: Any) -> LemaConfig:
         for name in given:
             cls.option(name)
@@ -270,6 +297,10 @@ class LemaConfig:
         has_rows = self.eval_file is not None or self.eval_split > 0 or self.train_file == "demo"
         if self.eval_steps is not None and not has_rows:
             raise ConfigError(f"eval_steps: {self.eval_steps} has nothing to evaluate; give eval_file or eval_split")
+        if self.model_overrides and self.init != "random":
+            raise ConfigError(
+                "model_overrides: they are for init=random; a checkpoint's config.json says what the model is"
+            )
         if self.task != "plan" and self.hardware is not None:
             raise ConfigError(f"hardware: {self.hardware!r} is for task=plan; task={self.task} runs on this machine")
         if self.task != "plan" and self.plot:

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from lema.config import LemaConfig
 from lema.planner import Machine, RunPlan, Workload, plan_run, step_choices, this_machine
 from lema.prediction import tier_memory
+from lema.random_model import random_model
 from lema_core.budgets import parse_amount
 from lema_core.checkpoint import bind_tensors, read_generation_config, read_hf_config, read_manifest
 from lema_core.device import Device, open_device
@@ -56,13 +57,16 @@ class LemaModel:
     """
 
     def __init__(self, config: LemaConfig, device: Device | None = None) -> None:
-        if config.model_name_or_path is None:
-            raise ConfigError("model_name_or_path: give a folder in Hugging Face layout, or package:NAME")
+        if config.model_name_or_path is None and config.init != "random":
+            raise ConfigError("model_name_or_path: give a folder in Hugging Face layout, a Hub name, or package:NAME")
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.config = config
         plugins = get_plugin_manager()
-        self.folder = plugins.locate_checkpoint(config.model_name_or_path)
+        if config.init == "random":
+            self.folder = random_model(config)
+        else:
+            self.folder = plugins.locate_checkpoint(config.model_name_or_path)
         hf_config = read_hf_config(self.folder)
         architecture = plugins.match_architecture(hf_config)
         self.adapter = load_object(architecture.adapter).from_hf_config(hf_config)
@@ -412,7 +416,7 @@ class LemaModel:
 
     def _base_name(self) -> str:
         """What adapter_config.json calls the base model: a path that holds from any folder, or the name as given."""
-        given = str(self.config.model_name_or_path)
+        given = str(self.folder if self.config.init == "random" else self.config.model_name_or_path)
         return str(Path(given).absolute()) if Path(given).exists() else given
 
     def _require_lora(self) -> LoraWeights:

@@ -6,6 +6,7 @@ reads every spelling into one value, or refuses it in one line.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -25,7 +26,9 @@ class Option:
 
     ``parse`` returns the normalised value; it raises ValueError for what is not ``allowed``, ConfigError to say more.
     ``null``: None may be given. ``literal``: the command line takes the value as it stands, commas and spaces included.
-    ``brief``: ``allowed`` is short and tells something that the help does not, so --help shows it.
+    ``brief``: ``allowed`` is short and tells something that the help does not, so --help shows it. ``mapping``: the
+    value is ``{name: value, ...}``; on the command line braces may be left out and the option given several times,
+    which is what a shell makes of ``x={a:1,b:2}`` without quotes.
     """
 
     group: str
@@ -35,6 +38,7 @@ class Option:
     null: bool = False
     literal: bool = False
     brief: bool = False
+    mapping: bool = False
 
     def read(self, name: str, value: Any) -> Any:
         """The value of option ``name`` as lema uses it. Raises ConfigError naming key, value and what is allowed."""
@@ -184,6 +188,18 @@ def path(default: str | None, group: str, help: str) -> Any:
     return text(default, group, help, "a path or a name that is not empty", parse)
 
 
+def mapping(group: str, help: str) -> Any:
+    """Null, or names with values of JSON's types, copied."""
+
+    def parse(value: Any) -> dict[str, Any]:
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise ValueError
+        return dict(json.loads(json.dumps(dict(value), allow_nan=False)))
+
+    option = Option(group, help, "a mapping {name: value, ...}", parse, null=True, mapping=True)
+    return field(default=None, metadata={"option": option})
+
+
 def amount(group: str, help: str) -> Any:
     """A budget as :func:`lema_core.budgets.parse_amount` reads it, kept as it was written ("auto" by default)."""
 
@@ -197,6 +213,24 @@ def amount(group: str, help: str) -> Any:
         return str(value).strip()
 
     return _field("auto", group, help, ALLOWED_AMOUNTS, parse, literal=True)
+
+
+def size(group: str, help: str) -> Any:
+    """Null, or bytes as a whole number: given as one, or as an amount with a unit."""
+
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, (str, int)):
+            raise ValueError
+        text = str(value).strip()
+        try:
+            found = parse_amount(f"{text}B" if text.isdecimal() else text, total_bytes=0)
+        except ConfigError:
+            raise ValueError from None
+        if found is None:
+            raise ValueError
+        return found
+
+    return _field(None, group, help, "bytes from 1 up, or an amount with a unit such as 5GB", parse, literal=True)
 
 
 def names(
