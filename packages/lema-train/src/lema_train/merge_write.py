@@ -22,7 +22,7 @@ from lema_train.merge import Update, matrix_shape
 from lema_train.merge_plan import MergePlan, PlannedTensor, check_target
 
 #: numbers of a block: in fp32, with the update and what is rounded beside it, it is about one granule
-_BLOCK = MAX_GRANULE_BYTES // 16
+_BLOCK = MAX_GRANULE_BYTES // 32
 
 #: is told the bytes that are written, and how many there will be
 Progress = Callable[[int, int], None]
@@ -121,11 +121,9 @@ def _changed_blocks(tensor: PlannedTensor, report: MergeReport) -> Iterator[Tens
                     opened[i] = update
         block = _rounded(tensor, values)
         if tensor.dtype.itemsize < values.dtype.itemsize:
-            before = stored.float()
-            updated = int(torch.count_nonzero(values != before))
+            updated = int(torch.count_nonzero(values != stored))
             report.updated += updated
-            report.lost += updated - int(torch.count_nonzero(block.float() != before))
-            del before
+            report.lost += updated - int(torch.count_nonzero(block != stored))
         del stored, values
         yield block
         del block
@@ -134,10 +132,10 @@ def _changed_blocks(tensor: PlannedTensor, report: MergeReport) -> Iterator[Tens
 def _rounded(tensor: PlannedTensor, values: Tensor) -> Tensor:
     """``values`` as they are stored. Raises CheckpointError naming the tensor when one is not finite then."""
     block = values.to(tensor.dtype)
-    if bool(torch.isfinite(block).all()):
+    if _is_finite(block):
         return block
     where = f"{tensor.source.segment.path}: tensor {tensor.name!r}"
-    if not bool(torch.isfinite(values).all()):
+    if not _is_finite(values):
         causes = "base or LoRA weights" if tensor.changes else "the base's weights"
         raise CheckpointError(f"{where}: infinite or NaN when merged: {causes} hold values that are not finite")
     name, limit = DTYPE_NAMES[tensor.dtype], torch.finfo(tensor.dtype).max
@@ -145,3 +143,8 @@ def _rounded(tensor: PlannedTensor, values: Tensor) -> Tensor:
         f"{where}: {values.abs().max():g} when merged, and {name} holds at most {limit:g}: store it as another type, "
         "merge_dtype=bfloat16 or float32"
     )
+
+
+def _is_finite(values: Tensor) -> bool:
+    # in one pass: the least and the greatest of numbers with a NaN among them are NaN
+    return all(bool(each.isfinite()) for each in torch.aminmax(values))
