@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,33 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lema_core.low_memory.tensors import alike, module_tensors, storage_id
+
+_VALUES = """normal_ uniform_ random_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ erfinv_ fill_ zero_ clamp_
+    masked_fill_ tril_ triu_ add_ sub_ mul_ div_"""
+#: what changes the values of its first argument and nothing else
+_SETS_VALUES: frozenset[Any] = frozenset(
+    [getattr(Tensor, name) for name in _VALUES.split()]
+    + [function for name, function in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")]
+)
+
+
+class _NoValues(TorchFunctionMode):
+    """Initializing what has no memory is left out: many such functions would first load torch's compiler, which takes
+    75 MB and seconds."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SETS_VALUES:
+            target = args[0] if args else kwargs.get("tensor")
+            if isinstance(target, Tensor) and target.is_meta:
+                return target
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -51,7 +76,8 @@ def empty_model() -> Iterator[None]:
 
     handles = [register_module_parameter_registration_hook(to_meta), register_module_buffer_registration_hook(note)]
     try:
-        yield
+        with _NoValues():
+            yield
     finally:
         for handle in handles:
             handle.remove()

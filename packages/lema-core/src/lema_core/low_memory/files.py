@@ -98,7 +98,7 @@ def _records(path: Path) -> list[zipfile.ZipInfo]:
             records = sorted(archive.infolist(), key=lambda record: record.header_offset)
             names = {record.filename.partition("/")[2]: record for record in records}
             order = archive.read(names["byteorder"]) if "byteorder" in names else b"little"
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+    except Exception as error:  # a damaged one raises anything, UnicodeDecodeError among them
         raise CheckpointError(f"{path}: a cut or damaged torch.save file ({error}): copy it again") from error
     if "constants.pkl" in names:
         raise CheckpointError(f"{path}: a TorchScript archive, which is a program; {_SAVE_AGAIN}")

@@ -14,7 +14,7 @@ from lema_core.errors import CheckpointError
 from lema_core.low_memory.files import CheckpointFile
 from lema_core.low_memory.placing import Before, Target
 from lema_core.low_memory.reading import SegmentReader
-from lema_core.low_memory.tensors import alike, is_extra_state, storage_id
+from lema_core.low_memory.tensors import alike, empty_like, is_extra_state, storage_id
 
 #: whose dtypes the loaded module has
 DTypePolicy: TypeAlias = Literal["module", "checkpoint"]
@@ -112,7 +112,7 @@ class Filler:
             data = self._put(value, self._shared_memory(old))
         elif value.is_meta:
             like = value if old is None else old
-            data = self._put(value, torch.empty_like(like, dtype=dtype, device="cpu"))
+            data = self._put(value, empty_like(like, dtype))
         elif value.dtype != dtype:
             data = value.to(dtype)
         elif value.layout != torch.strided:
@@ -134,7 +134,7 @@ class Filler:
 
     def _read(self, value: Tensor) -> Tensor:
         """``value`` with its data."""
-        return self._put(value, torch.empty_like(value, device="cpu")) if value.is_meta else value
+        return self._put(value, empty_like(value, value.dtype)) if value.is_meta else value
 
     def _put(self, value: Tensor, target: Tensor) -> Tensor:
         if value.is_meta and value.numel():

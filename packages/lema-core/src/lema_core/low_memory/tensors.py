@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -36,6 +38,18 @@ def place(tensor: Tensor) -> tuple[object, ...]:
 def storage_id(tensor: Tensor) -> int:
     """Equal for living tensors that share a storage, on the meta device too, where all addresses are 0."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty CPU tensor in the memory format of ``tensor``, row-major where that has holes or overlaps.
+
+    ``torch.empty_like`` does the same, but for a tensor on meta it loads torch's compiler.
+    """
+    steps = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+    packed = all(step == prod(size for _, size in steps[:i]) for i, (step, _) in enumerate(steps))
+    if packed and tensor.numel():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+    return torch.empty(tensor.shape, dtype=dtype, device="cpu")
 
 
 def is_extra_state(key: str) -> bool:
