@@ -20,6 +20,7 @@ def test_missing_fields_are_named_together() -> None:
 def test_defaults() -> None:
     hf = HfConfig({"null": None})
     assert hf.size("absent", 3) == 3 and hf.number("null", 1e-5) == 1e-5
+    assert hf.count("null", 0) == 0 and HfConfig({"none": 0}).count("none", 28) == 0
     assert hf.flag("null", default=True) and not hf.flag("absent")
     assert hf.optional_size("absent", 4096) == 4096 and hf.optional_size("null", 4096) is None
     assert hf.expect("null", "silu", "swish") == "silu"
@@ -35,6 +36,7 @@ def test_defaults() -> None:
         (lambda hf: hf.size("x"), 2.0, r"x=2\.0; a whole number"),
         (lambda hf: hf.size("x"), True, "x=True; a whole number"),
         (lambda hf: hf.optional_size("x"), -1, "x=-1; a whole number"),
+        (lambda hf: hf.count("x", 2), -1, "x=-1; a whole number expected, 0 or more"),
         (lambda hf: hf.number("x", 1.0), "1e-5", "x='1e-5'; a number expected"),
         (lambda hf: hf.number("x", 1.0), False, "x=False; a number expected"),
         (lambda hf: hf.flag("x"), "true", "x='true'; true or false expected"),
@@ -45,6 +47,16 @@ def test_defaults() -> None:
 def test_wrong_values_are_named(read, value, words) -> None:
     with pytest.raises(ConfigError, match=words):
         read(HfConfig({"x": value}))
+
+
+def test_layer_types() -> None:
+    kinds = "full_attention", "conv"
+    assert HfConfig({"layer_types": None}).layer_types(2, *kinds) is None
+    assert HfConfig({"layer_types": ["conv", "full_attention"]}).layer_types(2, *kinds) == ("conv", "full_attention")
+    with pytest.raises(ConfigError, match="layer_types: 3 times 'full_attention' or 'conv' expected, 1 entries found"):
+        HfConfig({"layer_types": ["conv"]}).layer_types(3, *kinds)
+    with pytest.raises(ConfigError, match="expected, 'mystery' found"):
+        HfConfig({"layer_types": ["conv", "mystery"]}).layer_types(2, *kinds)
 
 
 def test_what_is_not_applied_is_told() -> None:

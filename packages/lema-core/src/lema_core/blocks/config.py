@@ -33,6 +33,25 @@ class HfConfig(dict[str, Any]):
             raise ConfigError(f"config.json: {name}={value!r}; a whole number above 0 expected")
         return value
 
+    def count(self, name: str, default: int) -> int:
+        """A whole number, 0 or more."""
+        value = default if self.get(name) is None else self[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(f"config.json: {name}={value!r}; a whole number expected, 0 or more")
+        return value
+
+    def layer_types(self, n_layers: int, *kinds: str) -> tuple[str, ...] | None:
+        """``layer_types``, one of ``kinds`` for each layer; None where config.json leaves them out."""
+        found = self.get("layer_types")
+        if found is None:
+            return None
+        wrong = sorted(set(found) - set(kinds))
+        if len(found) != n_layers or wrong:
+            known = " or ".join(map(repr, kinds))
+            what = ", ".join(map(repr, wrong)) or f"{len(found)} entries"
+            raise ConfigError(f"config.json: layer_types: {n_layers} times {known} expected, {what} found")
+        return tuple(found)
+
     def number(self, name: str, default: float) -> float:
         value = default if self.get(name) is None else self[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
