@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lema_core.checkpoint.segments import TensorInfo
     from lema_core.ops.context import ForwardContext
     from lema_core.ops.streamed import StreamedOps
 
@@ -26,6 +27,7 @@ class TensorSpec:
     ``role``: ``embedding``, ``linear``, ``bias``, ``norm``, ``conv`` or ``head``. ``layer`` is the block's number, None
     outside blocks. ``tied_to`` names the tensor this one shares storage with (a tied head); a tied tensor is never
     stored twice. ``transposed``: a linear's weight that lies as [in, out] in the files, which ``shape`` says too.
+    ``expert``: the number of the one it belongs to, of those that a router picks from.
     """
 
     name: str
@@ -34,6 +36,7 @@ class TensorSpec:
     layer: int | None = None
     tied_to: str | None = None
     transposed: bool = False
+    expert: int | None = None
 
     @property
     def linear_shape(self) -> tuple[int, int]:
@@ -104,5 +107,10 @@ class ModelAdapter(ABC):
         return sum(tokens > window for window in self.windows)
 
     def linear_modules(self) -> Iterable[TensorSpec]:
-        """The weights of all linear layers, in forward order; what LoRA can be put on."""
+        """The weights of all linear layers, in forward order; what LoRA can be put on. Those of experts are what
+        transformers stacks: ``mlp.experts.3.gate_up_proj`` is two linears with one ``lora_A``."""
         return (spec for spec in self.tensors() if spec.role in ("linear", "head") and spec.name.endswith(".weight"))
+
+    def unfolded(self, found: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
+        """The tensors of files as this adapter names them, where files group or spell them in other ways."""
+        return found

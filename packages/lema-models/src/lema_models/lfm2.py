@@ -108,7 +108,10 @@ class Lfm2Adapter(Decoder):
         else:
             yield from self.conv.tensors(f"{prefix}.conv", layer)
         yield self.norm_tensor(f"{prefix}.ffn_norm", layer)
-        yield from self.mlp.tensors(f"{prefix}.feed_forward", layer)
+        yield from self.feed_forward_tensors(f"{prefix}.feed_forward", layer)
+
+    def feed_forward_tensors(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
+        return self.mlp.tensors(prefix, layer)
 
     def block(self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
         prefix = f"model.layers.{layer}"

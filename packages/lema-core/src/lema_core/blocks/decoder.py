@@ -101,6 +101,19 @@ class Decoder(ModelAdapter):
             TensorSpec("lm_head.weight", (c.vocab_size, c.hidden_size), "head", tied_to=tied_to),
         )
 
+    def expert_modules(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
+        """The linears of a block's experts that LoRA can be put on."""
+        return ()
+
+    def linear_modules(self) -> Iterable[TensorSpec]:
+        of_layer: dict[int | None, list[TensorSpec]] = {}
+        for spec in super().linear_modules():
+            of_layer.setdefault(spec.layer, []).append(spec)
+        for layer in range(self.n_layers):
+            yield from of_layer.get(layer, ())
+            yield from self.expert_modules(f"model.layers.{layer}", layer)
+        yield from of_layer.get(None, ())
+
     def norm_tensor(self, name: str, layer: int) -> TensorSpec:
         """A block's RMS norm over the hidden size."""
         return TensorSpec(f"{name}.weight", (self.hidden_size,), "norm", layer)

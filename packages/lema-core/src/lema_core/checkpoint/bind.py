@@ -36,13 +36,13 @@ def bind_tensors(manifest: Manifest, adapter: ModelAdapter) -> dict[str, TensorI
     """
     specs = {spec.name: spec for spec in adapter.tensors()}
     ignored = [re.compile(pattern) for pattern in adapter.ignored]
-    found = {
-        name: info for name, info in manifest.tensors.items() if not any(pattern.search(name) for pattern in ignored)
-    }
+    found = adapter.unfolded(
+        {name: info for name, info in manifest.tensors.items() if not any(pattern.search(name) for pattern in ignored)}
+    )
     prefix = _file_prefix(manifest, adapter, specs, found)
     in_file = _resolve(manifest, adapter, specs, found, prefix)
     used = {info.name for info in in_file.values()}
-    unknown = [name for name in found if name not in used]
+    unknown = [name for name, info in found.items() if info.name not in used]
     bound = _share_tied(specs, in_file)
     _check_missing(manifest, adapter, specs, bound)
     _check_extra_layers(manifest, adapter, specs, prefix, unknown)

@@ -75,20 +75,20 @@ class TorchElementwise:
 
     def rms_norm(self, x_CN: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x = x_CN.float()
-        rstd_N = _sum_of_features(x.square()).div_(len(x)).add_(eps).rsqrt_()
+        rstd_N = sum_of_features(x.square()).div_(len(x)).add_(eps).rsqrt_()
         y = (x * rstd_N).mul_(weight_C.unsqueeze(1))
         return y.to(x_CN.dtype), rstd_N
 
     def rms_norm_gradient(self, dy_CN: Tensor, x_CN: Tensor, weight_C: Tensor, rstd_N: Tensor) -> Tensor:
         # with g = dy * weight and the normed z = x * rstd: dx = (g - z * mean(g * z)) * rstd
         x, g = x_CN.float(), dy_CN.float() * weight_C.unsqueeze(1)
-        mean_N = _sum_of_features(g * x).mul_(rstd_N).div_(len(x))
+        mean_N = sum_of_features(g * x).mul_(rstd_N).div_(len(x))
         return g.sub_((x * rstd_N).mul_(mean_N)).mul_(rstd_N).to(x_CN.dtype)
 
     def layer_norm(self, x_CN: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        mean_N = _sum_of_features(x_CN.to(torch.float32, copy=True)).div(len(x_CN))
+        mean_N = sum_of_features(x_CN.to(torch.float32, copy=True)).div(len(x_CN))
         centred = x_CN.float() - mean_N
-        rstd_N = _sum_of_features(centred.square()).div(len(x_CN)).add_(eps).rsqrt_()
+        rstd_N = sum_of_features(centred.square()).div(len(x_CN)).add_(eps).rsqrt_()
         y = centred.mul_(rstd_N).mul_(weight_C.unsqueeze(1)).add_(bias_C.unsqueeze(1))
         return y.to(x_CN.dtype), mean_N, rstd_N
 
@@ -97,8 +97,8 @@ class TorchElementwise:
     ) -> Tensor:
         # with g = dy * weight and the normed z = (x - mean) * rstd: dx = (g - mean(g) - z * mean(g * z)) * rstd
         z, g = (x_CN.float() - mean_N).mul_(rstd_N), dy_CN.float() * weight_C.unsqueeze(1)
-        along_N = _sum_of_features(g * z).div(len(z))
-        level_N = _sum_of_features(g.clone()).div(len(g))
+        along_N = sum_of_features(g * z).div(len(z))
+        level_N = sum_of_features(g.clone()).div(len(g))
         return g.sub_(level_N).sub_(z.mul_(along_N)).mul_(rstd_N).to(x_CN.dtype)
 
     def gelu(self, x_FN: Tensor, approximate: str) -> Tensor:
@@ -268,7 +268,7 @@ def _matrix(x_BTC: Tensor) -> Tensor:
     return x_BTC.reshape(-1, x_BTC.shape[-1]).t()
 
 
-def _sum_of_features(x_CN: Tensor) -> Tensor:
+def sum_of_features(x_CN: Tensor) -> Tensor:
     """[N], by adding halves to halves, in place: the additions of one token do not depend on the others."""
     n = len(x_CN)
     while n > 1:

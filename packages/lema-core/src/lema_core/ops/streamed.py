@@ -20,9 +20,11 @@ from lema_core.ops.attention import attention
 from lema_core.ops.context import Dropout, ForwardContext, Segment
 from lema_core.ops.conv import short_conv
 from lema_core.ops.elementwise import gelu, layer_norm, rms_norm, rotary, silu_product
+from lema_core.ops.experts import run_experts
 from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
-from lema_core.ops.tape import Products, Tape
+from lema_core.ops.products import add_low_rank_gradients, input_gradient, products, through_B
+from lema_core.ops.tape import Tape
 from lema_core.store.source import WeightSource
 
 
@@ -99,6 +101,11 @@ class StreamedOps:
 
     def linear(self, x_BTK: Tensor, module: str) -> Tensor:
         return self.linears(x_BTK, [module])[0]
+
+    def experts(self, x_BTC: Tensor, scores_Nk: Tensor, picked_Nk: Tensor, prefix: str) -> Tensor:
+        """``sum_k scores[:, k] * expert[picked[:, k]](x)`` over the experts under ``prefix``; comes last in a block, as
+        :meth:`block_output` does."""
+        return run_experts(self, x_BTC, scores_Nk, picked_Nk, prefix)
 
     def embedding(self, ids_BT: Tensor, name: str) -> Tensor:
         """Rows of the table ``name`` -> [B, T, C], feature-major."""
@@ -194,14 +201,14 @@ class _Linears(torch.autograd.Function):
         x_KN = _feature_major(x_NK)
         tape = None if last else now.tape
         if tape is not None and now.again:
-            products = tape.replay()
+            found = tape.replay()
         else:
-            products = _products(ops, now, modules, x_KN, values=not (last and now.again))
+            found = products(ops, now, modules, x_KN, values=not (last and now.again))
             if tape is not None:
-                tape.record(products)
+                tape.record(found)
         ctx.ops, ctx.now, ctx.modules = ops, now, modules
-        ctx.save_for_backward(x_KN if trained else None, products.projected)
-        return tuple(y_ON.t() for y_ON in products.outputs)
+        ctx.save_for_backward(x_KN if trained else None, found.projected)
+        return tuple(y_ON.t() for y_ON in found.outputs)
 
     @staticmethod
     def backward(ctx: Any, *dy_NO: Tensor) -> tuple[Tensor | None, ...]:
@@ -209,177 +216,9 @@ class _Linears(torch.autograd.Function):
         x_KN, projected_rN = ctx.saved_tensors
         dy = {module: _feature_major(d) for module, d in zip(modules, dy_NO, strict=True)}
         da = {
-            module: _through_B(ops, now, ops.updates[module], dy[module]) for module in modules if module in ops.updates
+            module: through_B(ops, now, ops.updates[module], dy[module]) for module in modules if module in ops.updates
         }
-        dx_KN = _input_gradient(ops, now, modules, dy, da, x_KN) if ctx.needs_input_grad[4] else None
+        dx_KN = input_gradient(ops, now, modules, dy, da) if ctx.needs_input_grad[4] else None
         if da:
-            _add_low_rank_gradients(ops, now, dy, da, x_KN, projected_rN)
+            add_low_rank_gradients(ops, now, dy, da, x_KN, projected_rN)
         return None, None, None, None, None if dx_KN is None else dx_KN.t(), *(None for _ in range(2 * len(da)))
-
-
-def _products(ops: StreamedOps, now: Pass, modules: Sequence[str], x_KN: Tensor, values: bool) -> Products:
-    updates = {module: ops.updates[module] for module in modules if module in ops.updates}
-    x = ops.kernels.linear.packed(x_KN, now.columns) if values or updates else x_KN
-    projected_rN = _through_A(ops, now, updates, x_KN, x) if updates else None
-    outputs, first_row = [], 0
-    for module in modules:
-        update = updates.get(module)
-        term = None
-        if update is not None:
-            a_rN = projected_rN[first_row : first_row + update.rank]
-            term = update.lora_B.detach().to(x_KN.dtype), a_rN, update.scale
-            first_row += update.rank
-        outputs.append(_product(ops, now, module, x, x_KN, term) if values else _no_values(ops, module, x_KN))
-    return Products(outputs, projected_rN)
-
-
-def _product(
-    ops: StreamedOps, now: Pass, module: str, x: Any, x_KN: Tensor, term: tuple[Tensor, Tensor, float] | None
-) -> Tensor:
-    """W x + b + scale * B a, [O, N]. ``x``: what the kernel packed ``x_KN`` into."""
-    parts = ops.weights.parts(f"{module}.weight")
-    y_ON = torch.empty(ops.outputs(module), x_KN.shape[1], dtype=x_KN.dtype, device=x_KN.device)
-    if module in ops.transposed:
-        # What lies transposed is multiplied as the gradient of what does not.
-        update = None if term is None else (term[0].t().contiguous(), term[1] * term[2])
-        for part in parts:
-            with ops.weights.borrow(part) as weight:
-                given_KN = x_KN[part.start : part.stop]
-                ops.kernels.linear.input_gradient(weight, given_KN, y_ON, part.start == 0, update, now.columns)
-            update = None
-        return _with_bias(ops, module, y_ON)
-    for part in parts:
-        rows = slice(part.start, part.stop)
-        update = None if term is None else (term[0][rows], *term[1:])
-        with ops.weights.borrow(part) as weight:
-            ops.kernels.linear.forward(weight, x, y_ON[rows], update, now.columns)
-    return _with_bias(ops, module, y_ON)
-
-
-def _with_bias(ops: StreamedOps, module: str, y_ON: Tensor) -> Tensor:
-    if ops.has_bias(module):
-        y_ON += ops.vector(f"{module}.bias").to(y_ON.dtype).unsqueeze(1)
-    return y_ON
-
-
-def _no_values(ops: StreamedOps, module: str, x_KN: Tensor) -> Tensor:
-    """The shape of a product, [O, N], without memory behind it."""
-    return x_KN.new_zeros(()).expand(ops.outputs(module), x_KN.shape[1])
-
-
-def _through_A(ops: StreamedOps, now: Pass, updates: Mapping[str, LowRankUpdate], x_KN: Tensor, x: Any) -> Tensor:
-    """``A x`` of all modules, one below the other: one product where all see the same input."""
-    if any(_drops(now, update) for update in updates.values()):
-        rows = []
-        for module, update in updates.items():
-            dropped = ops.kernels.linear.packed(_dropped(now, module, update, x_KN), now.columns)
-            rows.append(_small_product(ops, now, update.lora_A.detach().to(x_KN.dtype), dropped, x_KN))
-        return torch.cat(rows)
-    a_rK = [update.lora_A.detach().to(x_KN.dtype) for update in updates.values()]
-    return _small_product(ops, now, a_rK[0] if len(a_rK) == 1 else torch.cat(a_rK), x, x_KN)
-
-
-def _small_product(ops: StreamedOps, now: Pass, a_rK: Tensor, x: Any, like_KN: Tensor) -> Tensor:
-    out_rN = torch.empty(len(a_rK), like_KN.shape[1], dtype=like_KN.dtype, device=like_KN.device)
-    ops.kernels.linear.forward(a_rK, x, out_rN, None, now.columns)
-    return out_rN
-
-
-def _through_B(ops: StreamedOps, now: Pass, update: LowRankUpdate, dy_ON: Tensor) -> Tensor:
-    """The gradient of ``A x``: scale * B^T dy, [r, N]."""
-    da_rN = torch.empty(update.rank, dy_ON.shape[1], dtype=dy_ON.dtype, device=dy_ON.device)
-    ops.kernels.linear.input_gradient(update.lora_B.detach().to(dy_ON.dtype), dy_ON, da_rN, True, None, now.columns)
-    return da_rN.mul_(update.scale)
-
-
-def _input_gradient(
-    ops: StreamedOps,
-    now: Pass,
-    modules: Sequence[str],
-    dy: Mapping[str, Tensor],
-    da: Mapping[str, Tensor],
-    x_KN: Tensor | None,
-) -> Tensor:
-    """The sum over modules of W^T dy + A^T da, [K, N]; borrows in the reverse order of the forward pass."""
-    dx_KN: Tensor | None = None
-    masked: list[str] = []
-    for module in reversed(modules):
-        dy_ON, update = dy[module], ops.updates.get(module)
-        term = None
-        if update is not None and _drops(now, update):
-            masked.append(module)
-        elif update is not None:
-            term = update.lora_A.detach().to(dy_ON.dtype), da[module]
-        if module in ops.transposed:
-            through_KN = _transposed_input_gradient(ops, now, module, dy_ON, term)
-            dx_KN = through_KN if dx_KN is None else dx_KN.add_(through_KN)
-            continue
-        for part in reversed(ops.weights.parts(f"{module}.weight")):
-            with ops.weights.borrow(part) as weight:
-                first = dx_KN is None
-                if dx_KN is None:
-                    dx_KN = torch.empty(weight.shape[1], dy_ON.shape[1], dtype=dy_ON.dtype, device=dy_ON.device)
-                ops.kernels.linear.input_gradient(
-                    weight, dy_ON[part.start : part.stop], dx_KN, first, term, now.columns
-                )
-            term = None
-    for module in masked:
-        update = ops.updates[module]
-        branch_KN = torch.empty_like(dx_KN)
-        a_rK = update.lora_A.detach().to(dx_KN.dtype)
-        ops.kernels.linear.input_gradient(a_rK, da[module], branch_KN, True, None, now.columns)
-        dx_KN += branch_KN.mul_(now.dropout.mask(f"{module}.lora", branch_KN, update.dropout))
-    return dx_KN
-
-
-def _transposed_input_gradient(
-    ops: StreamedOps, now: Pass, module: str, dy_ON: Tensor, term: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """Of one module whose weight lies as [in, out]: W dy + A^T da, [K, N]."""
-    parts = ops.weights.parts(f"{module}.weight")
-    dx_KN = torch.empty(parts[-1].stop, dy_ON.shape[1], dtype=dy_ON.dtype, device=dy_ON.device)
-    a_Kr = None if term is None else term[0].t().contiguous()
-    dy = ops.kernels.linear.packed(dy_ON, now.columns)
-    for part in reversed(parts):
-        rows = slice(part.start, part.stop)
-        with ops.weights.borrow(part) as weight:
-            update = None if a_Kr is None else (a_Kr[rows], term[1], 1.0)
-            ops.kernels.linear.forward(weight, dy, dx_KN[rows], update, now.columns)
-    return dx_KN
-
-
-def _add_low_rank_gradients(
-    ops: StreamedOps,
-    now: Pass,
-    dy: Mapping[str, Tensor],
-    da: Mapping[str, Tensor],
-    x_KN: Tensor,
-    projected_rN: Tensor,
-) -> None:
-    """Add dB = scale * dy a^T and dA = da x^T to the ``.grad`` of each module's lora_B and lora_A."""
-    columns = now.columns or ((0, x_KN.shape[1]),)
-    first_row = 0
-    for module, da_rN in da.items():
-        update = ops.updates[module]
-        a_rN = projected_rN[first_row : first_row + update.rank]
-        first_row += update.rank
-        seen_KN = _dropped(now, module, update, x_KN)
-        dA_rK, dB_Or = map(update.gradient, update.parameters())
-        for start, stop in columns:
-            _add_product(dB_Or, dy[module][:, start:stop], a_rN[:, start:stop], update.scale)
-            _add_product(dA_rK, da_rN[:, start:stop], seen_KN[:, start:stop], 1.0)
-
-
-def _add_product(total_MK: Tensor, left_Mn: Tensor, right_Kn: Tensor, scale: float) -> None:
-    """``total += scale * left right^T``. The copies make a micro-batch look as it does alone."""
-    product_MK = left_Mn.contiguous() @ right_Kn.contiguous().t()
-    total_MK.add_(product_MK.to(total_MK.dtype), alpha=scale)
-
-
-def _drops(now: Pass, update: LowRankUpdate) -> bool:
-    return now.dropout is not None and update.dropout > 0
-
-
-def _dropped(now: Pass, module: str, update: LowRankUpdate, x_KN: Tensor) -> Tensor:
-    """What goes into a module's A."""
-    return x_KN * now.dropout.mask(f"{module}.lora", x_KN, update.dropout) if _drops(now, update) else x_KN

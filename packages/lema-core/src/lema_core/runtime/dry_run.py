@@ -8,7 +8,7 @@ hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -150,8 +150,12 @@ class DryRun:
         for spec in adapter.tensors():
             if spec.name in model.layout.parts:
                 self._names.setdefault(spec.layer, []).append(spec.name)
-        self._looks = {layer: self._look(names) for layer, names in self._names.items()}
-        self._trained = {layer: self._count_trained(names) for layer, names in self._names.items()}
+        self._trains: dict[int | None, list[str]] = {layer: [] for layer in self._names}
+        for spec in adapter.linear_modules():
+            if spec.module in updates:
+                self._trains[spec.layer].append(spec.module)
+        self._looks = {layer: self._look(layer) for layer in self._names}
+        self._trained = {layer: self._count_trained(modules) for layer, modules in self._trains.items()}
         self._trained[None] = self._count_trained(self._updates)
         self._pieces: dict[Hashable, Piece] = {}
         self._found: dict[Hashable, tuple[tuple[_Borrowed, ...], PieceCost]] = {}
@@ -173,10 +177,8 @@ class DryRun:
         """How many numbers are trained, in how many tensors: in one layer, or in all."""
         return self._trained[layer]
 
-    def _count_trained(self, names: Iterable[str]) -> tuple[int, int]:
-        modules = (name.removesuffix(".weight") for name in names)
-        updates = (self._updates[module] for module in modules if module in self._updates)
-        sizes = [parameter.numel() for update in updates for parameter in update.parameters()]
+    def _count_trained(self, modules: Iterable[str]) -> tuple[int, int]:
+        sizes = [parameter.numel() for module in modules for parameter in self._updates[module].parameters()]
         return sum(sizes), len(sizes)
 
     @property
@@ -219,7 +221,7 @@ class DryRun:
     ) -> tuple[tuple[_Borrowed, ...], PieceCost]:
         """Run a piece of one layer; others that look like it cost the same and borrow likewise."""
         with _one_thread():
-            self._set_gradients(self._names.get(layer, ()))
+            self._set_gradients(self._trains.get(layer, ()))
             for tokens in _FEW_AND_MORE:
                 # Once uncounted: what torch and kernels make at a first call, and keep, is no part of a step.
                 what(_DryPiece(self, tokens[1], packing).run)
@@ -242,21 +244,24 @@ class DryRun:
             return one.part.granule
         return self._model.layout.parts[self._names[layer][one.place]][one.index].granule
 
-    def _look(self, names: Sequence[str]) -> Hashable:
+    def _look(self, layer: int | None) -> Hashable:
         """Equal for layers that cost the same: what their tensors and updates look like."""
-        looks = []
-        for name in names:
-            update = self._updates.get(name.removesuffix(".weight"))
-            shapes = tuple((part.shape, part.dtype) for part in self._model.layout.parts[name])
-            looks.append((shapes, None if update is None else (update.rank, update.dropout)))
-        return tuple(looks)
+        shapes = tuple(
+            tuple((part.shape, part.dtype) for part in self._model.layout.parts[name]) for name in self._names[layer]
+        )
+        updates = tuple(
+            (*(parameter.shape for parameter in update.parameters()), update.dropout)
+            for update in map(self._updates.__getitem__, self._trains[layer])
+        )
+        where = tuple(module.replace(f".{layer}.", ".", 1) for module in self._trains[layer])
+        return shapes, updates, where
 
-    def _set_gradients(self, names: Iterable[str]) -> None:
+    def _set_gradients(self, modules: Iterable[str]) -> None:
         """Gradients outlive a piece, so they are there before it, and gone after."""
-        here = set(names)
+        here = set(modules)
         for name, update in self._updates.items():
             for parameter in update.parameters():
-                parameter.grad = torch.zeros_like(parameter) if f"{name}.weight" in here else None
+                parameter.grad = torch.zeros_like(parameter) if name in here else None
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from math import prod
 from statistics import median
@@ -127,7 +127,7 @@ class Rehearsal:
 
     def _copies(self, layer: int) -> dict[str, LowRankUpdate]:
         """The updates of ``layer``, with parameters and gradients of their own."""
-        names = {spec.name.removesuffix(".weight") for spec in self._adapter.tensors() if spec.layer == layer}
+        names = {spec.module for spec in self._adapter.linear_modules() if spec.layer == layer}
         copies = {}
         for name, update in self._updates.items():
             if name in names:
@@ -142,14 +142,19 @@ class _MadeUpWeights:
 
     def __init__(self, model: StreamedModel, device: Device, nbytes: int) -> None:
         self._model = model
-        largest = max(prod(part.shape) * part.dtype.itemsize for parts in model.layout.parts.values() for part in parts)
+        layouts = [layout for layout in (model.layout, model.experts) if layout is not None]
+        blocks = (part for layout in layouts for parts in layout.parts.values() for part in parts)
+        largest = max(prod(part.shape) * part.dtype.itemsize for part in blocks)
         self._memory = device.allocate(whole_sectors(max(largest, nbytes)))
         # Read as fp32 or fp16, such numbers are finite too.
         self._memory.view(torch.bfloat16).normal_(std=0.02)
         self._next = 0
 
     def parts(self, name: str) -> tuple[Part, ...]:
-        return self._model.layout.parts[name]
+        return self._model.parts(name)
+
+    def routed(self, parts: Sequence[Part]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
     def borrow(self, part: Part) -> Iterator[Tensor]:

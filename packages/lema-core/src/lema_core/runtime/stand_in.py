@@ -7,7 +7,7 @@ bytes of everything that torch allocates.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,16 @@ class StandInWeights:
         self.step = Step()
 
     def parts(self, name: str) -> tuple[Part, ...]:
-        return self._model.layout.parts[name]
+        return self._model.parts(name)
+
+    def routed(self, parts: Sequence[Part]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
     def borrow(self, part: Part) -> Iterator[Tensor]:
+        if part.on_demand:
+            yield zeros_without_memory(part.shape, part.dtype)
+            return
         if self.borrowed:
             self.step = Step()
         self.borrowed.append(part)

@@ -97,6 +97,7 @@ class TransferEngine:
         self._closed = False
         self.wait_s = 0.0
         self.link_bytes = 0
+        self.disk_bytes = 0
 
     def plan(self, trace: Trace) -> StepPlan:
         """The plan of a step that starts with what the windows hold now; its slots are those of :func:`numbered`."""
@@ -284,6 +285,7 @@ class TransferEngine:
                 self._reader.read_granule(granule, window.memory(slot))
             window.end_fill(slot, load.granule)
             with run.changed:
+                self.disk_bytes += granule.nbytes
                 if self.far is None:
                     run.loaded += 1
                 else:

@@ -52,7 +52,7 @@ class Read:
 @dataclass(frozen=True)
 class Part:
     """Rows ``start:stop`` of a tensor, found at byte ``offset`` of a granule's slot (the whole of a vector: rows are
-    elements)."""
+    elements). ``on_demand``: no trace announces it; see WeightSource.routed."""
 
     tensor: str
     granule: int
@@ -61,6 +61,7 @@ class Part:
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
+    on_demand: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,12 @@ class Granule:
 @dataclass(frozen=True)
 class StreamedTensor:
     """A tensor to be cut: where it lies in the file and which layer uses it. ``layer`` None groups what lies outside
-    blocks."""
+    blocks; an ``expert``'s tensors share no granule with another's."""
 
     name: str
     info: TensorInfo
     layer: int | None
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,8 @@ def _place(index: int, pieces: Sequence[tuple[StreamedTensor, int, int]]) -> tup
         read = next(r for r in reads if r.path == path and r.file_offset <= first and last <= r.file_offset + r.nbytes)
         shape = (stop - start, *item.info.shape[1:]) if item.info.shape else ()
         offset = read.slot_offset + first - read.file_offset
-        parts.append(Part(item.name, index, start, stop, shape, item.info.dtype, offset))
+        on_demand = item.expert is not None
+        parts.append(Part(item.name, index, start, stop, shape, item.info.dtype, offset, on_demand))
     names = tuple(dict.fromkeys(item.name for item, _, _ in pieces))
     return Granule(index, slot_offset, pieces[0][0].layer, names, tuple(reads)), parts
 
@@ -214,9 +217,9 @@ def lay_out(tensors: Sequence[StreamedTensor], max_granule_bytes: int = MAX_GRAN
 
     A single row larger than that is a granule of its own.
     """
-    groups: dict[int | None, list[StreamedTensor]] = {}
+    groups: dict[tuple[int | None, int | None], list[StreamedTensor]] = {}
     for item in tensors:
-        groups.setdefault(item.layer, []).append(item)
+        groups.setdefault((item.layer, item.expert), []).append(item)
     target = _target_bytes(list(groups.values()), max_granule_bytes)
     granules: list[Granule] = []
     parts: dict[str, list[Part]] = {item.name: [] for item in tensors}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lema_core.errors import BudgetError
-from lema_core.store.granules import MAX_GRANULE_BYTES, GranuleLayout, StreamedTensor, lay_out
+from lema_core.store.granules import MAX_GRANULE_BYTES, GranuleLayout, Part, StreamedTensor, lay_out
 from lema_core.store.rows import bounce_bytes
 
 if TYPE_CHECKING:
@@ -23,22 +23,30 @@ _ROWS_BYTES = 4_000_000
 
 @dataclass(frozen=True)
 class WindowSizes:
-    """Slots per tier and the rows region, decided before the first byte moves. ``device_slots`` is 0 where RAM is the
-    device's."""
+    """Slots per tier and the rows region, decided before the first byte moves; experts have slots of their own.
+    ``*device_slots`` are 0 where RAM is the device's."""
 
     ram_slots: int
     device_slots: int
     n_rows: int
+    expert_ram_slots: int = 0
+    expert_device_slots: int = 0
 
 
 @dataclass(frozen=True)
 class StreamedModel:
     """A model's tensors bound to their files, cut into granules. ``embeddings``: read by rows. ``transposed_modules``:
-    linears whose weight lies as [in, out]."""
+    linears whose weight lies as [in, out]. ``experts``: granules that are fetched when a router has picked them."""
 
     layout: GranuleLayout
     embeddings: Mapping[str, TensorInfo]
     transposed_modules: frozenset[str] = frozenset()
+    experts: GranuleLayout | None = None
+
+    def parts(self, name: str) -> tuple[Part, ...]:
+        """The row blocks of a tensor, in order."""
+        found = self.layout.parts.get(name)
+        return found if found is not None or self.experts is None else self.experts.parts[name]
 
     @property
     def matrix_dtype(self) -> torch.dtype:
@@ -66,51 +74,76 @@ class StreamedModel:
 
     @property
     def smallest_bytes(self) -> int:
-        """The least a window can be: one granule and a few rows."""
-        return self.layout.slot_bytes + min(_MIN_ROWS, self.default_rows()) * self.row_bytes + self.bounce_bytes
+        """The least a window can be: one granule, one of an expert, and a few rows."""
+        beside = min(_MIN_ROWS, self.default_rows()) * self.row_bytes + self.bounce_bytes
+        return self._least_slots_bytes + beside
 
     @property
     def total_bytes(self) -> int:
         """A window that holds everything."""
-        return self.layout.total_bytes + self.default_rows() * self.row_bytes + self.bounce_bytes
+        return self._all_slots_bytes + self.default_rows() * self.row_bytes + self.bounce_bytes
+
+    @property
+    def _least_slots_bytes(self) -> int:
+        return self.layout.slot_bytes + (0 if self.experts is None else self.experts.slot_bytes)
+
+    @property
+    def _all_slots_bytes(self) -> int:
+        return self.layout.total_bytes + (0 if self.experts is None else self.experts.total_bytes)
 
     def sizes(self, ram_bytes: int | None, device_bytes: int | None, device_shares_ram: bool) -> WindowSizes:
         """Slots for budgets in bytes (None: everything). Raises BudgetError when not even one granule fits."""
-        n = len(self.layout.granules)
-        slot_bytes = self.layout.slot_bytes
         rows = self.default_rows()
         if ram_bytes is not None:
             if ram_bytes < self.smallest_bytes:
                 raise BudgetError(
                     f"weights_ram gives {ram_bytes:,} bytes; the smallest window needs {self.smallest_bytes:,} "
-                    f"(one granule of {slot_bytes:,} and a few embedding rows); raise weights_ram"
+                    f"(one granule of {self.layout.slot_bytes:,} and a few embedding rows); raise weights_ram"
                 )
             ram_bytes -= self.bounce_bytes
-            beside = max(ram_bytes // 8, ram_bytes - n * slot_bytes)
-            rows = max(min(_MIN_ROWS, rows), min(rows, min(beside, ram_bytes - slot_bytes) // max(1, self.row_bytes)))
-        ram_slots = n if ram_bytes is None else min(n, (ram_bytes - rows * self.row_bytes) // slot_bytes)
+            beside = max(ram_bytes // 8, ram_bytes - self._all_slots_bytes)
+            fitting = min(beside, ram_bytes - self._least_slots_bytes) // max(1, self.row_bytes)
+            rows = max(min(_MIN_ROWS, rows), min(rows, fitting))
+            ram_bytes -= rows * self.row_bytes
+        ram_slots, expert_ram_slots = self._slots(ram_bytes)
         if device_shares_ram:
-            return WindowSizes(ram_slots, 0, rows)
-        if device_bytes is not None and device_bytes < slot_bytes:
+            return WindowSizes(ram_slots, 0, rows, expert_ram_slots)
+        if device_bytes is not None and device_bytes < self._least_slots_bytes:
             raise BudgetError(
-                f"weights_vram gives {device_bytes:,} bytes; the smallest window needs {slot_bytes:,} (one granule); "
-                "raise weights_vram"
+                f"weights_vram gives {device_bytes:,} bytes; the smallest window needs {self._least_slots_bytes:,} "
+                "(one granule); raise weights_vram"
             )
-        device_slots = n if device_bytes is None else min(n, device_bytes // slot_bytes)
-        return WindowSizes(ram_slots, device_slots, rows)
+        device_slots, expert_device_slots = self._slots(device_bytes)
+        return WindowSizes(ram_slots, device_slots, rows, expert_ram_slots, expert_device_slots)
+
+    def _slots(self, nbytes: int | None) -> tuple[int, int]:
+        """Of what every token needs, and of experts: these have an eighth at least, and what the others leave."""
+        layout, experts = self.layout, self.experts
+        n, n_experts = len(layout.granules), 0 if experts is None else len(experts.granules)
+        if nbytes is None:
+            return n, n_experts
+        if experts is None:
+            return min(n, nbytes // layout.slot_bytes), 0
+        kept = max(experts.slot_bytes, nbytes // 8 // experts.slot_bytes * experts.slot_bytes)
+        slots = max(1, min(n, (nbytes - kept) // layout.slot_bytes))
+        return slots, min(n_experts, (nbytes - slots * layout.slot_bytes) // experts.slot_bytes)
 
 
 def cut_model(
     adapter: ModelAdapter, tensors: Mapping[str, TensorInfo], max_granule_bytes: int = MAX_GRANULE_BYTES
 ) -> StreamedModel:
     """Cut the bound ``tensors`` of ``adapter``. An embedding is read by rows, and as granules too where a tied head
-    uses it."""
+    uses it. Experts are cut apart from all else."""
     streamed: list[StreamedTensor] = []
+    experts: list[StreamedTensor] = []
     embeddings: dict[str, TensorInfo] = {}
     for spec in adapter.tensors():
         if spec.role == "embedding":
             embeddings[spec.name] = tensors[spec.name]
+        elif spec.expert is not None:
+            experts.append(StreamedTensor(spec.name, tensors[spec.name], spec.layer, spec.expert))
         else:
             streamed.append(StreamedTensor(spec.name, tensors[spec.name], spec.layer))
     transposed = frozenset(spec.module for spec in adapter.tensors() if spec.transposed)
-    return StreamedModel(lay_out(streamed, max_granule_bytes), embeddings, transposed)
+    demanded = lay_out(experts, max_granule_bytes) if experts else None
+    return StreamedModel(lay_out(streamed, max_granule_bytes), embeddings, transposed, demanded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -19,6 +20,9 @@ class WeightSource(Protocol):
 
     def borrow(self, part: Part) -> AbstractContextManager[Tensor]:
         """A row block in storage format on the device, valid inside the ``with`` only."""
+
+    def routed(self, parts: Sequence[Part]) -> AbstractContextManager[None]:
+        """Inside, exactly these parts of experts are borrowed, in this order: they are fetched ahead of it."""
 
     def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of an embedding: int64 ids [N] -> [N, C] as ``dtype`` on the device."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from lema_core.errors import PlanError
 from lema_core.ops.widen import Widen
 from lema_core.store.disk import DiskReader
 from lema_core.store.engine import StepPlan, TransferEngine
+from lema_core.store.experts import ExpertEngine
 from lema_core.store.granules import Part
 from lema_core.store.model import StreamedModel, WindowSizes
 from lema_core.store.reads import Reads
@@ -26,11 +28,11 @@ DEFAULT_PREFETCH_DISTANCE = 8
 class Borrow:
     """One access under way. The tensor is refused once the slot was released or given to another granule."""
 
-    __slots__ = ("_generation", "_part", "_position", "_released", "_slot", "_store", "_window")
+    __slots__ = ("_engine", "_generation", "_part", "_position", "_released", "_slot", "_window")
 
-    def __init__(self, store: TensorStore, window: Window, part: Part, position: int, slot: int) -> None:
-        self._store = store
-        self._window = window
+    def __init__(self, engine: TransferEngine, part: Part, position: int, slot: int) -> None:
+        self._engine = engine
+        self._window = window = engine.near
         self._part = part
         self._position = position
         self._slot = slot
@@ -53,7 +55,7 @@ class Borrow:
 
     def __exit__(self, *exc_info: object) -> None:
         self._released = True
-        self._store.release(self._position)
+        self._engine.release(self._position)
 
 
 @dataclass
@@ -93,14 +95,14 @@ class TensorStore:
         self.device = device
         self.sizes = sizes
         self._layout = model.layout
-        slot_bytes = self._layout.slot_bytes
         self._reader = DiskReader(reads)
-        ram = Window(device.allocate_ram(sizes.ram_slots * slot_bytes), sizes.ram_slots, slot_bytes)
-        if device.shares_ram:
-            self._near, self._far = ram, None
-        else:
-            slab = device.allocate(sizes.device_slots * slot_bytes)
-            self._near, self._far = Window(slab, sizes.device_slots, slot_bytes), ram
+        self._near, self._far = _windows(device, self._layout.slot_bytes, sizes.ram_slots, sizes.device_slots)
+        self._experts: ExpertEngine | None = None
+        if model.experts is not None:
+            slots = sizes.expert_ram_slots, sizes.expert_device_slots
+            windows = _windows(device, model.experts.slot_bytes, *slots)
+            self._experts = ExpertEngine(model.experts.granules, self._reader, device, *windows)
+        self._expert_position = 0
         bounce = map_ram(model.bounce_bytes)
         self._rows = {
             name: RowCache(info, self._reader, sizes.n_rows, bounce, widen) for name, info in model.embeddings.items()
@@ -129,42 +131,67 @@ class TensorStore:
 
     def abort_step(self) -> None:
         """Abandon a step that failed; the store can be used again."""
-        self._engine.abort()
+        for engine in self._engines:
+            engine.abort()
+
+    @property
+    def _engines(self) -> Sequence[TransferEngine]:
+        return (self._engine,) if self._experts is None else (self._engine, self._experts)
 
     def parts(self, name: str) -> tuple[Part, ...]:
-        return self._layout.parts[name]
+        return self.model.parts(name)
 
     def borrow(self, part: Part) -> Borrow:
-        position = self._position
-        slot = self._engine.acquire(position, part.granule)
-        self._position = position + 1
-        return Borrow(self, self._near, part, position, slot)
+        if part.on_demand:
+            engine, position = self._experts, self._expert_position
+        else:
+            engine, position = self._engine, self._position
+        slot = engine.acquire(position, part.granule)
+        if part.on_demand:
+            self._expert_position = position + 1
+        else:
+            self._position = position + 1
+        return Borrow(engine, part, position, slot)
 
-    def release(self, position: int) -> None:
-        self._engine.release(position)
+    @contextmanager
+    def routed(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Inside, exactly these parts of experts are borrowed, in this order: they are fetched ahead of it."""
+        self._expert_position = 0
+        self._experts.begin_parts(parts)
+        try:
+            yield
+            self._experts.finish()
+        except BaseException:
+            self._experts.abort()
+            raise
 
     def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return self._rows[name].gather(ids, dtype).to(self.device.torch_device)
 
     def _totals(self) -> tuple[int, int, float, int]:
         demanded = sum(rows.bytes_read for rows in self._rows.values())
-        return self._reader.bytes_read, self._engine.link_bytes, self._engine.wait_s, demanded
+        link_bytes = sum(engine.link_bytes for engine in self._engines)
+        wait_s = sum(engine.wait_s for engine in self._engines)
+        if self._experts is not None:
+            demanded += self._experts.disk_bytes
+        return self._reader.bytes_read, link_bytes, wait_s, demanded
 
     def stats(self) -> dict[str, StoreStats]:
         """Figures per kind of stream; ``read_bytes``, ``copied_bytes`` and ``wait_s`` of the present or latest step."""
-        ram = self._near if self._far is None else self._far
+        near = [engine.near for engine in self._engines]
+        far = [engine.far for engine in self._engines if engine.far is not None]
+        ram, device = (far, near) if far else (near, [])
         rows, bounce = self._rows.values(), self.model.bounce_bytes
         before = self._step_start
         read, copied, waited, demanded = self._totals()
         region = self.sizes.n_rows * self.model.row_bytes
-        far = self._far is not None
         weights = StoreStats(
-            ram_now_bytes=ram.bytes_now + sum(r.bytes_now for r in rows) + bounce,
-            ram_peak_bytes=ram.peak_bytes + region + bounce,
-            ram_window_bytes=ram.n_slots * ram.slot_bytes + region + bounce,
-            device_now_bytes=self._near.bytes_now if far else 0,
-            device_peak_bytes=self._near.peak_bytes if far else 0,
-            device_window_bytes=self._near.n_slots * self._near.slot_bytes if far else 0,
+            ram_now_bytes=sum(window.bytes_now for window in ram) + sum(r.bytes_now for r in rows) + bounce,
+            ram_peak_bytes=sum(window.peak_bytes for window in ram) + region + bounce,
+            ram_window_bytes=sum(window.n_slots * window.slot_bytes for window in ram) + region + bounce,
+            device_now_bytes=sum(window.bytes_now for window in device),
+            device_peak_bytes=sum(window.peak_bytes for window in device),
+            device_window_bytes=sum(window.n_slots * window.slot_bytes for window in device),
             read_bytes=read - before[0],
             demand_bytes=demanded - before[3],
             copied_bytes=copied - before[1],
@@ -190,11 +217,12 @@ class TensorStore:
         """
         if not self.closed:
             self.closed = True
-            self._engine.close()
+            for engine in self._engines:
+                engine.close()
             self.device.close()
-            if not self._engine.stuck:
+            if not any(engine.stuck for engine in self._engines):
                 self._reader.close()
-                for region in (self._near, self._far, *self._rows.values()):
+                for region in (*(w for e in self._engines for w in (e.near, e.far)), *self._rows.values()):
                     if region is not None:
                         region.free()
 
@@ -203,3 +231,11 @@ class TensorStore:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _windows(device: Device, slot_bytes: int, ram_slots: int, device_slots: int) -> tuple[Window, Window | None]:
+    """What compute borrows from, and the RAM window behind it where the device has memory of its own."""
+    ram = Window(device.allocate_ram(ram_slots * slot_bytes), ram_slots, slot_bytes)
+    if device.shares_ram:
+        return ram, None
+    return Window(device.allocate(device_slots * slot_bytes), device_slots, slot_bytes), ram
