@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +17,7 @@ import pytest
 from lema.hub import BESIDE, HUB_SOURCE
 from lema_core.folder_source import FOLDER_SOURCE
 from lema_core.memory import format_bytes
+from lema_train.peft_format import base_model
 
 COMMITS = {"main": "a" * 40, "old": "b" * 40, "refs/pr/1": "c" * 40}
 INDEX = "model.safetensors.index.json"
@@ -31,6 +33,9 @@ class Hub:
         self.refuses: dict[str, tuple[int, str]] = {}
         #: file -> bytes after which the connection breaks, once
         self.cuts: dict[str, int] = {}
+        #: file -> bytes after which nothing comes any more
+        self.stalls: dict[str, int] = {}
+        self.stalled, self.closed = threading.Event(), threading.Event()
         #: files that are not served once their connection was cut
         self.gone_after_cut: set[str] = set()
         hub = self
@@ -53,6 +58,7 @@ class Hub:
         threading.Thread(target=self.server.serve_forever, args=(0.02,), name="hub", daemon=True).start()
 
     def close(self) -> None:
+        self.closed.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -98,6 +104,12 @@ class Hub:
         if asked := to.headers.get("Range"):
             status, start = 206, int(asked.removeprefix("bytes=").rstrip("-"))
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        if to.command == "GET" and name in self.stalls:
+            _send(to, status, headers, content[start:], self.stalls[name])
+            to.wfile.flush()
+            self.stalled.set()
+            self.closed.wait()
+            return None
         cut = self.cuts.pop(name, None) if to.command == "GET" else None
         return _send(to, status, headers, content[start:], cut)
 
@@ -266,12 +278,20 @@ def test_a_folder_of_that_name_wins(locate: Located, hub: Hub, model_files: dict
     assert locate("org/tiny") == Path("org/tiny") and not hub.requests
 
 
-def test_a_whole_run_from_a_name(lema: Any, locate: Located, hub: Hub, sharded_files: dict[str, bytes]) -> None:
+def test_a_whole_run_from_a_name(
+    lema: Any, locate: Located, hub: Hub, sharded_files: dict[str, bytes], make_rows: Any, chats: Any
+) -> None:
     hub.add("org/sharded", sharded_files, "old")
     options = ["model_name_or_path=org/sharded@old", "task=generate", "prompt=say", "max_new_tokens=3"]
     first = lema.ok(*options, before=locate.environment())
     again = lema.ok(*options, before=locate.environment(HF_HUB_OFFLINE="1"))
     assert first.out.splitlines()[0] == again.out.splitlines()[0]
+    rows = make_rows(lema.cwd / "rows.jsonl", chats(3))
+    trained = [options[0], f"train_file={rows}", "lora_rank=2", "max_steps=1", "output_dir=out"]
+    lema.ok(*trained, before=locate.environment(HF_HUB_OFFLINE="1"))
+    peft_config = json.loads((lema.cwd / "out/checkpoint-1/adapter_config.json").read_text())
+    assert (peft_config["base_model_name_or_path"], peft_config["revision"]) == ("org/sharded", "old")
+    assert base_model(peft_config) == "org/sharded@old"
 
 
 # ------------------------------------------------------------------------------------------------- broken connections
@@ -300,6 +320,23 @@ def test_the_next_run_goes_on_behind_what_an_interrupted_one_received(
     assert (folder / "model.safetensors").read_bytes() == model_files["model.safetensors"]
     assert hub.gets() == ["model.safetensors"] and ("bytes=5000-" in [asked for _, _, asked in hub.requests])
     assert not list(folder.parents[1].glob("blobs/*.incomplete"))
+
+
+def test_ctrl_c_on_a_dead_connection_ends_at_once_and_keeps_what_was_received(
+    lema: Any, locate: Located, hub: Hub, model_files: dict[str, bytes]
+) -> None:
+    hub.add("org/tiny", model_files)
+    hub.stalls["model.safetensors"] = 5000
+    options = ["model_name_or_path=org/tiny", "task=generate", "prompt=say", "max_new_tokens=3"]
+    child = lema.start(*options, before=f"{locate.environment()}\n{SMALL_PIECES}")
+    assert hub.stalled.wait(60)
+    blobs = locate.home / "hub/models--org--tiny/blobs"
+    child.wait_until(lambda: sum(path.stat().st_size for path in blobs.glob("*.lema.incomplete")) >= 4000, "received")
+    child.signal(signal.SIGINT)
+    assert child.wait(8) == 130 and "Traceback" not in child.err
+    hub.stalls.clear()
+    lema.ok(*options, before=locate.environment())
+    assert any(start for _, path, start in hub.requests if path.endswith("/model.safetensors"))
 
 
 def test_what_was_received_is_checked(locate: Located, hub: Hub, model_files: dict[str, bytes]) -> None:

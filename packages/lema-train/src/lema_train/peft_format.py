@@ -10,6 +10,7 @@ Keys in the file: ``base_model.model.<module>.lora_A.weight``; the older ``...lo
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -150,6 +151,9 @@ def _config_to_write(weights: LoraWeights, adapter: ModelAdapter, base: str | No
     config = weights.config
     targets, layers = _compact_targets(weights.modules, list(adapter.linear_modules()))
     alpha = int(config.alpha) if float(config.alpha).is_integer() else config.alpha
+    revision = None
+    if base is not None and not os.path.isabs(base):  # org/name@revision
+        base, _, revision = base.partition("@")
     return {
         "alpha_pattern": dict(config.alpha_pattern),
         "auto_mapping": None,
@@ -168,12 +172,19 @@ def _config_to_write(weights: LoraWeights, adapter: ModelAdapter, base: str | No
         "peft_type": "LORA",
         "r": config.rank,
         "rank_pattern": dict(config.rank_pattern),
-        "revision": None,
+        "revision": revision or None,
         "target_modules": targets,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": config.use_rslora,
     }
+
+
+def base_model(config: Mapping[str, Any]) -> str | None:
+    """The base model that an adapter_config.json names, as lema writes it: a folder, ``org/name``,
+    ``org/name@revision``; None when it names none."""
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    return f"{name}@{revision}" if name and revision else name
 
 
 def _compact_targets(

@@ -20,11 +20,11 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from queue import Queue
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lema.display import byte_progress
@@ -235,14 +235,31 @@ def _fetch_all(model: HubModel, commit: str, sizes: Mapping[str, int | None]) ->
                 raise _Stopped
             advance(n_bytes)
 
-        with ThreadPoolExecutor(_WORKERS, "lema-hub") as pool:
-            try:
-                for each in [pool.submit(_fetch, model, commit, name, received) for name in wanted]:
-                    each.result()
-            except BaseException:
-                stop.set()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        names, results = iter(wanted), Queue[BaseException | None]()
+
+        def work() -> None:
+            for name in names:
+                if stop.is_set():
+                    return
+                try:
+                    _fetch(model, commit, name, received)
+                except BaseException as error:
+                    results.put(error)
+                else:
+                    results.put(None)
+
+        # Daemons, and joined for a moment only: on a dead connection one of them may wait for minutes.
+        threads = [threading.Thread(target=work, name="lema-hub", daemon=True) for _ in range(_WORKERS)]
+        try:
+            for thread in threads:
+                thread.start()
+            for _ in wanted:
+                if (error := results.get()) is not None:
+                    raise error
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(1)
 
 
 class _Stopped(Exception):

@@ -42,7 +42,7 @@ from lema_train.checkpoint import STATE_FILE
 from lema_train.data import TextStream, Tokenizer
 from lema_train.lora import LoraWeights
 from lema_train.optimizer import AdamW, Optimizer
-from lema_train.peft_format import peft_bytes, read_peft_config, save_peft
+from lema_train.peft_format import base_model, peft_bytes, read_peft_config, save_peft
 from lema_train.trainer import Trainer, TrainerOptions
 
 #: of the memory that is planned for a process: gaps are given back beyond it
@@ -156,7 +156,7 @@ class LemaModel:
         run's config."""
         path = Path(path)
         peft_config = read_peft_config(path)
-        values: dict[str, Any] = {"model_name_or_path": peft_config.get("base_model_name_or_path")}
+        values: dict[str, Any] = {"model_name_or_path": base_model(peft_config)}
         if (path / STATE_FILE).exists():
             values |= json.loads((path / STATE_FILE).read_text(encoding="utf-8"))["config"]
         values |= options
