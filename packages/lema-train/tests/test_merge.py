@@ -70,6 +70,9 @@ class Described:
     def tensors(self) -> list[TensorSpec]:
         return self._specs
 
+    def unfolded(self, found: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
+        return found
+
     def linear_modules(self) -> Iterable[TensorSpec]:
         return (spec for spec in self._specs if spec.role in ("linear", "head"))
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from lema_core.checkpoint import TensorInfo, read_elements, read_tensor
+from lema_core.checkpoint import TensorInfo, read_elements
 
 #: Changes fp32 rows [n, columns] in place. The number of the first of them, counted from the first row of the change,
 #: comes with them.
@@ -51,14 +51,17 @@ def matrix_shape(info: TensorInfo) -> tuple[int, int]:
     return (prod(info.shape[:-1]), info.shape[-1]) if info.shape else (1, 1)
 
 
-def low_rank_update(lora_A: TensorInfo, lora_B: TensorInfo, scale: float, transposed: bool) -> Callable[[], Update]:
+def low_rank_update(
+    lora_A: Callable[[], Tensor], lora_B: Callable[[], Tensor], scale: float, transposed: bool, first_row: int = 0
+) -> Callable[[], Update]:
     """Adds ``scale * B A`` [out, in] to a weight, or its transpose to one that lies as [in, out]: the product first,
-    then the scale, then the sum, each in fp32, as PEFT does."""
+    then the scale, then the sum, each in fp32, as PEFT does. ``first_row`` of that is the first of the change's."""
 
     def opened() -> Update:
-        a, b = read_tensor(lora_A).float(), read_tensor(lora_B).float()
+        a, b = lora_A().float(), lora_B().float()
 
         def update(rows: Tensor, start: int) -> None:
+            start += first_row
             stop = start + len(rows)
             product = (b @ a[:, start:stop]).t() if transposed else b[start:stop] @ a
             rows += product.mul_(scale)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from lema_core.adapter import ModelAdapter, TensorSpec
-from lema_core.checkpoint import Manifest, TensorInfo, bind_tensors
+from lema_core.checkpoint import Manifest, TensorInfo, bind_tensors, read_tensor
 from lema_train.merge import Change, Changes, Update, low_rank_update, matrix_shape, replacement
 from lema_train.peft_format import open_peft
 
@@ -28,7 +29,7 @@ def lora_changes(folder: Path, adapter: ModelAdapter, manifest: Manifest) -> Cha
     """
     bound = bind_tensors(manifest, adapter)
     specs = {spec.name: spec for spec in adapter.tensors()}
-    edits = _edits(folder, adapter, specs)
+    edits = _edits(folder, adapter, bound, specs)
     ties = {name: spec.tied_to for name, spec in specs.items() if spec.tied_to is not None}
     untied = [pair for pair in ties.items() if edits.get(pair[0]) != edits.get(pair[1])]
     own = _own_names(manifest, adapter, bound, {name for pair in ties.items() for name in pair})
@@ -43,7 +44,9 @@ def lora_changes(folder: Path, adapter: ModelAdapter, manifest: Manifest) -> Cha
     return Changes({name: tuple(changes) for name, changes in tensors.items()}, added, config)
 
 
-def _edits(folder: Path, adapter: ModelAdapter, specs: Mapping[str, TensorSpec]) -> _Edits:
+def _edits(
+    folder: Path, adapter: ModelAdapter, bound: Mapping[str, TensorInfo], specs: Mapping[str, TensorSpec]
+) -> _Edits:
     """What is done to each weight, by canonical name, in order: what replaces it, then what is added."""
     found = open_peft(folder, adapter, whole_weights=True)
     edits: _Edits = defaultdict(list)
@@ -56,10 +59,20 @@ def _edits(folder: Path, adapter: ModelAdapter, specs: Mapping[str, TensorSpec])
     for name, info in found.saved.items():
         edits[name] = [replacement(info)]
     for spec in found.modules:
-        lora_A, lora_B = (found.lora[f"{spec.module}.{part}"] for part in ("lora_A", "lora_B"))
-        scale = found.config.scale_of(spec.module)
-        edits[spec.name].append(low_rank_update(lora_A, lora_B, scale, spec.transposed))
+        lora_A, lora_B = (partial(read_tensor, found.lora[f"{spec.module}.{part}"]) for part in ("lora_A", "lora_B"))
+        scale, first_row = found.config.scale_of(spec.module), 0
+        for name in _weights(spec, bound):
+            edits[name].append(low_rank_update(lora_A, lora_B, scale, spec.transposed, first_row))
+            first_row += matrix_shape(bound[name])[0]
     return dict(edits)
+
+
+def _weights(spec: TensorSpec, bound: Mapping[str, TensorInfo]) -> list[str]:
+    """The tensors whose rows, one below the other, a linear's weight is: of an expert's gate_up_proj they are two."""
+    if spec.name in bound:
+        return [spec.name]
+    expert = spec.module.removesuffix("gate_up_proj")
+    return [f"{expert}gate_proj.weight", f"{expert}up_proj.weight"]
 
 
 def _own_names(
