@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from lema import LemaConfig, LemaModel
+from lema_core.store.granules import MAX_GRANULE_BYTES
+
 Rows = list[dict[str, Any]]
 CGROUP = Path("/sys/fs/cgroup/memory")
 #: 19.4 million fp32 numbers in 4 shards; a layer is 12.9 MB
@@ -20,6 +25,7 @@ MODEL = {
     "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 8,
 }  # fmt: skip
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 LAYER_BYTES = 4 * (4 * 512**2 + 3 * 512 * 1408 + 2 * 512)
 #: Code that writes what the process holds after each call of a method to growth.jsonl. A full collection empties
 #: CPython's free lists of tuples, which fill up by some kB a step to 2000 tuples of each size; freezing what was there
@@ -145,6 +151,37 @@ def _assert_constant(path: Path, count: int) -> None:
     print(f"{slope.item():.0f} bytes a step after 50")
     assert slope <= 1000
     assert len({(each["handles"], each["threads"]) for each in late}) == 1
+
+
+@pytest.mark.slow
+def test_merging_takes_two_granules_whatever_the_model(lema: Any, tiny_llama: Path, make_model: Any) -> None:
+    """Beside merging a tiny model; then in a group that holds neither the model nor what is written."""
+    large = make_model(
+        lema.cwd / "model", dtype=torch.bfloat16, vocab_size=8192, hidden_size=1024, intermediate_size=2816,
+        num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    model_bytes = (large / "model.safetensors").stat().st_size
+    peaks = {}
+    for name, folder in (("tiny", tiny_llama), ("large", large)):
+        config = LemaConfig(model_name_or_path=str(folder), lora_rank=8, lora_target_modules=TARGETS)
+        with LemaModel(config) as model:
+            model.initialize_lora()
+            for parameter in model.get_trainable_parameters():
+                torch.nn.init.normal_(parameter, std=0.02)
+            model.save_pretrained(lema.cwd / f"{name}-lora")
+        child = lema.ok("task=merge", f"lora_path={name}-lora", f"output_dir={name}-merged", exact=True)
+        peaks[name] = float(re.search(r"^rss_peak_bytes +([\d.]+) MB$", child.out, re.MULTILINE)[1]) * 1e6
+    print(f"peaks {peaks}, {model_bytes:,} bytes of weights")
+    assert model_bytes > 300e6
+    assert (lema.cwd / "large-merged/model.safetensors").stat().st_size > 1.05 * model_bytes  # untied
+    assert peaks["large"] - peaks["tiny"] <= 2 * MAX_GRANULE_BYTES
+    with _memory_group(500_000_000) as group:
+        join = f"import os\nopen('{group}/cgroup.procs', 'w').write(str(os.getpid()))"
+        lema.ok("task=merge", "lora_path=large-lora", "output_dir=grouped", exact=True, before=join)
+    same = filecmp.cmp(lema.cwd / "grouped/model.safetensors", lema.cwd / "large-merged/model.safetensors", False)
+    for folder in ("model", "large-merged", "grouped"):  # 950 MB, which pytest would keep
+        shutil.rmtree(lema.cwd / folder)
+    assert same
 
 
 @contextmanager
