@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lema.config import LemaConfig
 from lema.display import byte_progress
+from lema_core.adapter import TensorSpec
 from lema_core.cache import cache_folder
 from lema_core.checkpoint import read_hf_config, write_safetensors
 from lema_core.errors import CheckpointError, ConfigError
@@ -37,7 +38,7 @@ from lema_core.suggest import unknown_name
 from lema_train.atomic import atomic_folder, check_free_space
 
 if TYPE_CHECKING:
-    from lema_core.adapter import ModelAdapter, TensorSpec
+    from lema_core.adapter import ModelAdapter
 
 #: part of every folder's name: raised when the same config and seed are to give something else
 _VERSION = 1
@@ -82,7 +83,7 @@ def random_model(config: LemaConfig) -> Path:
             f"tokenizer; give {len(tokens)} or more"
         )
     dtype = _dtype(hf_config)
-    specs = [spec for spec in adapter.tensors() if spec.tied_to is None]
+    specs = list(file_tensors(adapter))
     needed_bytes = sum(prod(spec.shape) for spec in specs) * dtype.itemsize
     _refuse_without_room(folder, needed_bytes, bool(config.model_overrides))
     with _locked(folder):
@@ -218,6 +219,20 @@ def _write(
         write_safetensors(
             folder / "model.safetensors", [(spec.name, dtype, spec.shape, values(spec)) for spec in specs]
         )
+
+
+def file_tensors(adapter: ModelAdapter) -> Iterator[TensorSpec]:
+    """What the file holds, named as transformers names its parameters: experts are stacked, [E, out, in]."""
+    stacks: dict[int | None, dict[str, list[TensorSpec]]] = {}
+    for spec in adapter.linear_modules():
+        if spec.expert is not None:
+            stacks.setdefault(spec.layer, {}).setdefault(spec.stack, []).append(spec)
+    for spec in adapter.tensors():
+        if spec.expert is not None:
+            for name, members in stacks.pop(spec.layer, {}).items():
+                yield TensorSpec(name, (len(members), *members[0].shape), "expert", spec.layer)
+        elif spec.tied_to is None:
+            yield spec
 
 
 def random_blocks(spec: TensorSpec, dtype: torch.dtype, seed: int) -> Iterator[Tensor]:
