@@ -22,6 +22,7 @@ from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.runtime.batch import TokenBatch
 from lema_core.runtime.runner import ModelRunner, TrainPass
+from lema_core.runtime.schedule import Scheduler, StepCosts
 from lema_core.store.model import StreamedModel, cut_model
 from lema_core.store.store import TensorStore
 from lema_core.testing import adapter_oracle as theirs
@@ -108,6 +109,7 @@ class AdapterCase:
         cls._root = Path(tempfile.mkdtemp(prefix="adapter-suite-"))
         cls._written: dict[str, Path] = {}
         cls._cut: dict[Path, StreamedModel] = {}
+        cls._costs: dict[object, StepCosts] = {}
 
     @classmethod
     def teardown_class(cls) -> None:
@@ -149,15 +151,20 @@ class AdapterCase:
         device: Device | None = None,
     ) -> ModelRunner:
         """Over the smallest windows there can be, or over all weights; closed when the test is over."""
-        device = device or CpuDevice()
+        device, updates = device or CpuDevice(), updates or {}
         adapter, bound = self.bound(folder)
         if folder not in self._cut:
             self._cut[folder] = cut_model(adapter, bound, _GRANULE_BYTES)
         model = self._cut[folder]
         given = None if resident else model.smallest_bytes
         store = TensorStore(model, device, model.sizes(given, given, device.shares_ram))
-        self._runners.append(ModelRunner(adapter, model, store, updates or {}, Kernels()))
-        return self._runners[-1]
+        # What pieces cost depends on these alone: one dry run serves all.
+        key = folder, tuple(updates), any(update.dropout for update in updates.values())
+        scheduler = Scheduler(self._costs[key]) if key in self._costs else None
+        runner = ModelRunner(adapter, model, store, updates, Kernels(), scheduler)
+        self._costs[key] = runner.scheduler.costs
+        self._runners.append(runner)
+        return runner
 
     def lora(self, adapter: ModelAdapter, dropout: float = 0.0, seed: int = 1) -> dict[str, LowRankUpdate]:
         """Random LoRA weights on every linear, neither of a pair zero."""

@@ -63,12 +63,18 @@ def merge(
         update = updates.get(spec.module)
         if update is None:
             continue
-        info = bound[spec.name]
         delta = update.scale * (update.lora_B.detach().double() @ update.lora_A.detach().double())
-        merged = (read_tensor(info).double() + (delta.t() if spec.transposed else delta)).to(info.dtype).contiguous()
-        with open(folder / info.segment.path.name, "r+b") as file:
-            file.seek(info.segment.offset)
-            file.write(tensor_bytes(merged))
+        if spec.expert is not None and spec.name.endswith("gate_up_proj.weight"):
+            names = [spec.name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
+            targets = list(zip(names, delta.chunk(2), strict=True))
+        else:
+            targets = [(spec.name, delta.t() if spec.transposed else delta)]
+        for name, added in targets:
+            info = bound[name]
+            merged = (read_tensor(info).double() + added).to(info.dtype).contiguous()
+            with open(folder / info.segment.path.name, "r+b") as file:
+                file.seek(info.segment.offset)
+                file.write(tensor_bytes(merged))
     return folder
 
 

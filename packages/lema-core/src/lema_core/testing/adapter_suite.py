@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from lema_core.runtime.schedule import Groups
 from lema_core.testing import adapter_files as files
 from lema_core.testing import adapter_oracle as theirs
 from lema_core.testing.adapter_case import AdapterCase, Shape, batch_of, by_name, train
+from lema_core.testing.allocations import peak_allocated
 from lema_core.testing.comparing import assert_all_close, assert_close, assert_equal
 from lema_core.testing.forced import ForcedSchedule
 from lema_core.testing.simulated import SimulatedAccelerator
@@ -227,7 +229,6 @@ class AdapterSuite(AdapterCase):
         together: Groups = (tuple(range(n_learning)),)
         mixed = tuple((_K, _R, _G)[layer % 3] for layer in range(adapter.n_layers))
         computed: dict[str, dict[str, Tensor]] = {}
-        costs = None
         for what, groups, levels, resident, device in (
             ("resident, apart, recomputed", apart, [_R] * adapter.n_layers, True, None),
             ("streamed, together, recomputed", together, [_R] * adapter.n_layers, False, None),
@@ -237,9 +238,7 @@ class AdapterSuite(AdapterCase):
             ("accelerator, together, mixed", together, mixed, False, SimulatedAccelerator(latency_s=1e-4)),
         ):
             runner = self.open(folder, updates, resident, device)
-            # What pieces cost depends on none of these: one dry run serves all.
-            costs = costs or runner.scheduler.costs
-            runner.scheduler = ForcedSchedule(costs, groups, levels)
+            runner.scheduler = ForcedSchedule(runner.scheduler.costs, groups, levels)
             evaluated = {f"evaluated {shape}": runner.logits(batch_of(shape, adapter.vocab_size)) for shape in _UNEVEN}
             computed[what] = evaluated | train(runner, updates, batches, step=3)
             runner.close()
@@ -247,6 +246,27 @@ class AdapterSuite(AdapterCase):
         expected = computed.pop("resident, apart, recomputed")
         for what, found in computed.items():
             assert_equal(what, found, expected)
+
+    def test_a_step_holds_what_was_expected(self, variant: str) -> None:
+        """Budgets rely on it. The first step makes what a kernel keeps."""
+        folder = self.folder(variant, **self.dropout)
+        adapter, _ = self.bound(folder)
+        updates = self.lora(adapter, dropout=0.2)
+        runner = self.open(folder, updates, resident=True)
+        batches = [
+            batch_of(shape, adapter.vocab_size)
+            for shape in ((2, 20, "right"), (1, 37, ""), (1, 13, ""), (3, 11, "left"))
+        ]
+        mixed = [(_K, _R)[layer % 2] for layer in range(adapter.n_layers)]
+        for what, groups, levels in (
+            ("together, graph kept", ((0, 1, 2, 3),), [_G] * adapter.n_layers),
+            ("in two groups, mixed", ((0, 1), (2, 3)), mixed),
+        ):
+            runner.scheduler = forced = ForcedSchedule(runner.scheduler.costs, groups, levels)
+            work = partial(train, runner, updates, batches, 3)
+            work()
+            taken, expected = peak_allocated(work), forced.expected_bytes
+            assert taken <= expected <= 1.5 * taken, f"{what}: {expected:,} bytes expected, {taken:,} taken"
 
     def test_dropout_of_the_model(self, dropout_field: str) -> None:
         """It changes what is learnt from, by the step, and nothing of what is evaluated."""
