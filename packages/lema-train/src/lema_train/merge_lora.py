@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lema_core.adapter import ModelAdapter, TensorSpec
-from lema_core.checkpoint import Manifest, TensorInfo, bind_tensors, read_tensor
+from lema_core.checkpoint import Manifest, TensorInfo, bind_tensors
 from lema_train.merge import Change, Changes, Update, low_rank_update, matrix_shape, replacement
 from lema_train.peft_format import open_peft
 
@@ -59,7 +59,7 @@ def _edits(
     for name, info in found.saved.items():
         edits[name] = [replacement(info)]
     for spec in found.modules:
-        lora_A, lora_B = (partial(read_tensor, found.lora[f"{spec.module}.{part}"]) for part in ("lora_A", "lora_B"))
+        lora_A, lora_B = (partial(found.read, f"{spec.module}.{part}") for part in ("lora_A", "lora_B"))
         scale, first_row = found.config.scale_of(spec.module), 0
         for name in _weights(spec, bound):
             edits[name].append(low_rank_update(lora_A, lora_B, scale, spec.transposed, first_row))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lema_core.adapter import ModelAdapter, TensorSpec
 from lema_core.checkpoint import TensorInfo, read_header, read_tensor, write_safetensors
@@ -96,6 +97,10 @@ class PeftFolder:
     saved: dict[str, TensorInfo]
     copies: dict[str, TensorInfo]
 
+    def read(self, parameter: str) -> Tensor:
+        """``<module>.lora_A`` or ``<module>.lora_B``, in the type that the file has."""
+        return read_tensor(self.lora[parameter])
+
 
 def load_peft(folder: Path, adapter: ModelAdapter, *, device: torch.device | str = "cpu") -> LoraWeights:
     """The LoRA weights in ``folder``, cast to fp32, on the linear layers of ``adapter``.
@@ -105,8 +110,8 @@ def load_peft(folder: Path, adapter: ModelAdapter, *, device: torch.device | str
     """
     found = open_peft(folder, adapter)
     weights = LoraWeights(found.config, found.modules, device=device)
-    for name, info in found.lora.items():
-        weights.copy_({name: read_tensor(info)})
+    for name in found.lora:
+        weights.copy_({name: found.read(name)})
     return weights
 
 
