@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lema_core.testing.adapter_case import batch_of, train
 from lema_core.testing.adapter_suite import AdapterSuite
 from lema_models.llama import LlamaAdapter
 
@@ -42,3 +43,20 @@ class TestLlama(AdapterSuite):
         "llama3": {"rope_parameters": LLAMA3},
     }
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}
+
+    def test_nothing_below_the_lowest_trained_linear_is_computed_backwards(self) -> None:
+        """LoRA on one linear of layer 1: no weight before it is borrowed a second time."""
+        folder = self.folder("untied")
+        adapter, _ = self.bound(folder)
+        name = "model.layers.1.mlp.up_proj"
+        updates = {name: self.lora(adapter)[name]}
+        runner = self.open(folder, updates)
+        borrowed: list[str] = []
+        borrow = runner.store.borrow
+        runner.store.borrow = lambda part: borrowed.append(part.tensor) or borrow(part)
+        train(runner, updates, [batch_of((2, 9, ""), adapter.vocab_size)], step=0, first_layer=1)
+        weights = [spec.name for spec in adapter.tensors() if spec.role != "embedding"]
+        uses = {name: borrowed.count(name) / len(runner.store.parts(name)) for name in weights}
+        assert all(count == 1 for name, count in uses.items() if ".layers.0." in name), uses
+        assert uses["model.layers.1.self_attn.q_proj.weight"] == 1
+        assert uses["model.layers.1.mlp.down_proj.weight"] == 2
