@@ -24,10 +24,10 @@ class TensorSpec:
 
     ``name`` is the canonical checkpoint name, which is also transformers' parameter path
     (``model.layers.3.self_attn.q_proj.weight``); ``module`` is that path without the last part, as in PEFT keys.
-    ``role``: ``embedding``, ``linear``, ``bias``, ``norm``, ``conv`` or ``head``. ``layer`` is the block's number, None
-    outside blocks. ``tied_to`` names the tensor this one shares storage with (a tied head); a tied tensor is never
-    stored twice. ``transposed``: a linear's weight that lies as [in, out] in the files, which ``shape`` says too.
-    ``expert``: the number of the one it belongs to, of those that a router picks from.
+    ``role``: ``embedding``, ``linear``, ``bias``, ``norm``, ``conv``, ``router``, ``expert`` or ``head``. ``layer`` is
+    the block's number, None outside blocks. ``tied_to`` names the tensor this one shares storage with (a tied head); a
+    tied tensor is never stored twice. ``transposed``: a linear's weight that lies as [in, out] in the files, which
+    ``shape`` says too. ``expert``: the number of the one it belongs to, of those that a router picks from.
     """
 
     name: str
@@ -48,6 +48,11 @@ class TensorSpec:
     def module(self) -> str:
         return self.name.rpartition(".")[0]
 
+    @property
+    def stack(self) -> str:
+        """What transformers calls the parameter of all experts that this one's module is a slice of."""
+        return self.module.replace(f".experts.{self.expert}.", ".experts.")
+
 
 class ModelAdapter(ABC):
     """Support for one architecture (``LlamaAdapter``). Knows no streaming: every parameterised operation goes through
@@ -65,6 +70,8 @@ class ModelAdapter(ABC):
     max_positions: int | None
     #: True when longer sequences cannot be computed at all (learned positions)
     hard_max_positions: ClassVar[bool] = False
+    #: whether PEFT's ``all-linear`` takes routers and experts too
+    all_linear_routes: ClassVar[bool] = False
     #: sliding windows that its layers give to ``ops.attention``
     windows: tuple[int, ...] = ()
 
@@ -109,7 +116,15 @@ class ModelAdapter(ABC):
     def linear_modules(self) -> Iterable[TensorSpec]:
         """The weights of all linear layers, in forward order; what LoRA can be put on. Those of experts are what
         transformers stacks: ``mlp.experts.3.gate_up_proj`` is two linears with one ``lora_A``."""
-        return (spec for spec in self.tensors() if spec.role in ("linear", "head") and spec.name.endswith(".weight"))
+        roles = ("linear", "router", "head")
+        return (spec for spec in self.tensors() if spec.role in roles and spec.name.endswith(".weight"))
+
+    def all_linear(self) -> Iterable[TensorSpec]:
+        """What PEFT's ``all-linear`` means (0.21): all linear layers but the head."""
+        for spec in self.linear_modules():
+            routing = spec.expert is not None or spec.role == "router"
+            if spec.role != "head" and (self.all_linear_routes or not routing):
+                yield spec
 
     def unfolded(self, found: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
         """The tensors of files as this adapter names them, where files group or spell them in other ways."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -48,6 +48,7 @@ class MixtralConfig(DecoderConfig):
 
 
 class MixtralAdapter(Decoder):
+    all_linear_routes: ClassVar[bool] = True
     config: MixtralConfig
 
     def __init__(self, config: MixtralConfig) -> None:

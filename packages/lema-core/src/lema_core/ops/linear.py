@@ -2,8 +2,9 @@
 
 Activations are kept feature-major: an [N, C] activation is the transpose of a contiguous [C, N] matrix, and ``W @
 x_CN`` needs neither a transposed operand nor a transposed result. A weight stored in another dtype is widened a few
-rows at a time into one scratch area, so no second copy of it ever exists. Shapes: N tokens, K inputs, R rows of one
-block of a weight, r rank of a low-rank update.
+rows at a time into one scratch area, so no second copy of it ever exists; one that a file holds at an odd place is
+copied there, so that the place changes no bit. Shapes: N tokens, K inputs, R rows of one block of a weight, r rank of
+a low-rank update.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class LinearKernel:
 
     def _blocks(self, weight_RK: Tensor, like: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         rows, k = weight_RK.shape
-        if weight_RK.dtype == like.dtype:
+        if weight_RK.dtype == like.dtype and _settled(weight_RK):
             yield 0, rows, weight_RK
             return
         step = self._rows_at_once(weight_RK, like)
