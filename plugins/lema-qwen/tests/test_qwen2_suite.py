@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transformers import Qwen2Config as TheirConfig
+from transformers import AutoConfig
 
 from lema_core.errors import ConfigError
 from lema_core.testing.adapter_suite import AdapterSuite
@@ -57,7 +57,8 @@ class TestQwen2(AdapterSuite):
     ],
 )
 def test_windows_are_where_transformers_has_them(changes) -> None:
-    theirs, ours = TheirConfig(**SIZES, **changes), Qwen2Config.from_hf_config({**SIZES, **changes})
+    theirs = AutoConfig.for_model("qwen2", **SIZES, **changes)
+    ours = Qwen2Config.from_hf_config({**SIZES, **changes})
     kinds = theirs.layer_types
     assert ours.windows == tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds)
     assert (ours.max_positions, ours.norm_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import Qwen3Config as TheirConfig
+from transformers import AutoConfig
 
 from lema_core.testing.adapter_suite import AdapterSuite
 from lema_qwen.qwen3 import Qwen3Adapter, Qwen3Config
@@ -30,6 +30,6 @@ class TestQwen3(AdapterSuite):
 
 def test_what_is_left_out_means_what_it_means_to_transformers() -> None:
     """A head's size above all: it does not follow from the hidden size."""
-    theirs, ours = TheirConfig(**SIZES), Qwen3Config.from_hf_config(SIZES)
+    theirs, ours = AutoConfig.for_model("qwen3", **SIZES), Qwen3Config.from_hf_config(SIZES)
     assert ours.heads.dim == theirs.head_dim == 128
     assert ours.attention_bias == theirs.attention_bias and ours.windows == (None, None)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
+from math import prod
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from lema_core.plugins import get_plugin_manager
 from lema_core.records import load_object
@@ -31,18 +30,14 @@ def test_it_is_found_once_it_is_installed() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS, ids=[path.stem for path in PRESETS])
 def test_presets(preset) -> None:
-    """Tensors are those of transformers' model of the same config, and as many bytes as the comment says."""
+    """Their fields make a model of as many bytes as the comment says."""
     text = preset.read_text()
     options = yaml.safe_load(text)
     assert options.keys() == {"model_name_or_path", "hf_config"} and text.startswith("# @package _global_\n")
     assert f"+model={preset.stem} " in text
     config = options["hf_config"]
     adapter = load_object(get_plugin_manager().match_architecture(config).adapter).from_hf_config(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    assert {spec.name: spec.shape for spec in adapter.tensors()} == expected
-    size_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
+    size_bytes = sum(2 * prod(spec.shape) for spec in adapter.tensors() if spec.tied_to is None)
     amount, unit = re.search(r"([\d.]+) (MB|GB) as bf16", text).groups()
     stated_bytes = float(amount) * {"MB": 1e6, "GB": 1e9}[unit]
     assert abs(size_bytes - stated_bytes) <= (0.5e6 if unit == "MB" else 0.05e9)

@@ -10,12 +10,12 @@ from lema_core.records import Architecture
 
 @hookimpl
 def lema_architectures() -> Iterable[Architecture]:
-    """Qwen2 (2.5 and QwQ too) and Qwen3, the dense ones."""
+    """An adapter is imported when a model of its kind is opened, not before."""
     yield Architecture("qwen2", model_types=("qwen2",), adapter="lema_qwen.qwen2:Qwen2Adapter")
     yield Architecture("qwen3", model_types=("qwen3",), adapter="lema_qwen.qwen3:Qwen3Adapter")
 
 
 @hookimpl
 def lema_config_packages() -> Iterable[str]:
-    """What ``+model=qwen3_0_6b`` and the like mean."""
+    """The files behind ``+model=``."""
     yield "lema_qwen.conf"
