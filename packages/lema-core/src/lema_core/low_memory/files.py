@@ -31,9 +31,10 @@ _ZIP_ENTRY_BYTES, _ZIP_EXTRA_BYTES = 30, 1 << 16
 class CheckpointFile:
     """``entries`` is a state dict whose tensors are on the meta device; ``segments`` tells where the bytes of their
     storages are, by :func:`storage_id`, with the tensor's name. Views of a stand-in, as hooks that rename or split make
-    them, lead to the same bytes. ``safetensors``: from a format that stores tied tensors once."""
+    them, lead to the same bytes. ``safetensors``: from a format that stores tied tensors once. A state dict in memory
+    has neither ``path`` nor segments."""
 
-    path: Path
+    path: Path | None
     safetensors: bool
     entries: OrderedDict[str, Any]
     segments: dict[int, tuple[str, Segment]] = field(default_factory=dict)

@@ -50,9 +50,10 @@ class Filler:
         on_meta = [(target, target.before) for target in targets if target.before is not None and target.before.is_meta]
         for target, _ in on_meta:
             if target.value is None and strict and not target.persistent:
-                raise CheckpointError(
-                    f"{target.name}: a non-persistent buffer on the meta device, whose values no checkpoint has; build "
-                    "the module with lema's empty_model(), or compute it before loading (strict=False leaves it there)"
+                raise self._error(
+                    target,
+                    "a non-persistent buffer on the meta device, whose values no checkpoint has; build "
+                    "the module with lema's empty_model(), or compute it before loading (strict=False leaves it there)",
                 )
         for target in targets:
             if target.value is not None:
@@ -62,23 +63,23 @@ class Filler:
         self._shared = {storage: None for storage, tensors in count.items() if tensors > 1}
         for target, before in loaded:
             if storage_id(before) in self._shared and self._dtype_of(target) != before.dtype:
-                raise CheckpointError(
-                    f"{target.name}: shares memory with another tensor as {before.dtype}, {self._dtype_of(target)} "
-                    "found; use dtype='module'"
+                raise self._error(
+                    target,
+                    f"shares memory with another tensor as {before.dtype}, {self._dtype_of(target)} "
+                    "found; use dtype='module'",
                 )
 
     def _check_value(self, target: Target, value: Tensor) -> None:
         if value.is_meta and value.numel() and storage_id(value) not in self._opened.segments:
-            raise CheckpointError(
-                f"{target.name}: without data: the state dict holds it on the meta device, or a hook of the module "
-                "computes it from the state dict's; give it data, or use the module's own load_state_dict"
+            raise self._error(
+                target,
+                "without data: the state dict holds it on the meta device, or a hook of the module "
+                "computes it from the state dict's; give it data, or use the module's own load_state_dict",
             )
         dtype = self._dtype_of(target)
         trained = target.before is not None and target.before.requires_grad
         if trained and not (dtype.is_floating_point or dtype.is_complex):
-            raise CheckpointError(
-                f"{target.name}: requires grad, {dtype} found; use dtype='module', or requires_grad_(False)"
-            )
+            raise self._error(target, f"requires grad, {dtype} found; use dtype='module', or requires_grad_(False)")
 
     @torch.no_grad()
     def fill(self, targets: list[Target], before: Before) -> None:
@@ -143,6 +144,10 @@ class Filler:
         elif value.numel():
             target.copy_(value)
         return target
+
+    def _error(self, target: Target, text: str) -> CheckpointError:
+        path = self._opened.path
+        return CheckpointError(f"{target.name}: {text}" if path is None else f"{path}: tensor {target.name!r}: {text}")
 
     def _dtype_of(self, target: Target) -> torch.dtype:
         assert target.value is not None

@@ -62,7 +62,7 @@ def load_state_dict_with_low_memory(
     entries: OrderedDict[str, Any] = OrderedDict(state_dict)
     if (metadata := getattr(state_dict, "_metadata", None)) is not None:
         entries._metadata = metadata  # type: ignore[attr-defined]
-    return _load(model, CheckpointFile(Path(), False, entries), strict, dtype)
+    return _load(model, CheckpointFile(None, False, entries), strict, dtype)
 
 
 def load_checkpoint_with_low_memory(
