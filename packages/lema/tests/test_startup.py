@@ -61,6 +61,14 @@ def test_training_on_chats_and_generating_import_nothing_of_torchs_compiler(
     assert generated & (COMPILER | FOREIGN | {"rich"}) == set()
 
 
+def test_merging_imports_neither_a_tokenizer_nor_what_trains(lema: Any, tiny_llama: Path, make_rows: Any) -> None:
+    rows = make_rows(lema.cwd / "rows.jsonl", [{"input_ids": [5, 6, 7, 8]}])
+    lema.ok(f"model_name_or_path={tiny_llama}", f"train_file={rows}", "output_dir=out", "max_steps=1", "lora_rank=2")
+    imported = _imported(lema, "task=merge", "lora_path=out/checkpoint-1", "output_dir=merged")
+    unwanted = {"tokenizers", "jinja2", "rich", "lema_core.runtime.runner", "lema_train.trainer", "lema.tasks"}
+    assert "torch" in imported and imported & (COMPILER | FOREIGN | unwanted) == set()
+
+
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
