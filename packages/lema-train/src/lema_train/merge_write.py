@@ -21,7 +21,7 @@ from lema_train.atomic import atomic_folder
 from lema_train.merge import Update, matrix_shape
 from lema_train.merge_plan import MergePlan, PlannedTensor, check_target
 
-#: numbers of a block: in fp32, with the update and what is rounded beside it, it is about one granule
+#: numbers of a block; with the update and the rounded values beside it, less than one granule is in memory
 _BLOCK = MAX_GRANULE_BYTES // 32
 
 #: is told the bytes that are written, and how many there will be
