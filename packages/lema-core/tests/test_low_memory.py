@@ -83,7 +83,11 @@ def saved_shards(module: nn.Module, folder: Path) -> Path:
     return folder
 
 
-FORMATS = [saved_zip, saved_single, saved_shards]
+def saved_index(module: nn.Module, folder: Path) -> Path:
+    return saved_shards(module, folder) / "model.safetensors.index.json"
+
+
+FORMATS = [saved_zip, saved_single, saved_shards, saved_index]
 
 
 def assert_same(found: nn.Module, expected: nn.Module) -> None:
@@ -137,6 +141,19 @@ def test_what_autograd_saved_of_an_overwritten_tensor_is_known_to_be_stale(tmp_p
     load_checkpoint_with_low_memory(module, saved_zip(source, tmp_path))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.backward()
+
+
+def test_what_surrounds_the_call_does_not_matter(tmp_path: Path) -> None:
+    source = nn.Conv2d(3, 4, 3).double()
+    path = saved_zip(source, tmp_path)
+    with torch.device("meta"):
+        module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        load_checkpoint_with_low_memory(module, path)
+    assert torch.equal(module.weight, source.weight.float())
+    with torch.inference_mode():
+        module = nn.Conv2d(3, 4, 3)
+        load_checkpoint_with_low_memory(module, path)
+        assert torch.equal(module.weight, source.weight.float())
 
 
 def test_mode_attributes_and_hooks_remain(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lema_core.errors import CheckpointError
+from lema_core.errors import CheckpointError, LemaError
 from lema_core.low_memory import empty_model, load_state_dict_with_low_memory
 
 
@@ -138,3 +138,10 @@ def test_other_threads_and_failures_are_not_touched() -> None:
     with pytest.raises(ZeroDivisionError), empty_model():
         nn.Linear(1 // 0, 2)
     assert not nn.BatchNorm1d(3).running_mean.is_meta
+
+
+def test_loading_comes_afterwards() -> None:
+    with empty_model():
+        module = nn.Linear(3, 3)
+        with pytest.raises(LemaError, match=r"inside empty_model\(\), where every tensor goes to meta again"):
+            load_state_dict_with_low_memory(module, {})

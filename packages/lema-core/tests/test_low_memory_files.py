@@ -200,6 +200,7 @@ def test_saved_views_slices_and_odd_dtypes(tmp_path: Path) -> None:
                 )
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of odd pickles
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_load_or_are_refused(data: st.DataObject, tmp_path: Path) -> None:

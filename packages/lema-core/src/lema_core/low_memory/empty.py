@@ -44,6 +44,14 @@ class _NoValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_here = threading.local()
+
+
+def inside_empty_model() -> bool:
+    """Whether the calling thread is in a ``with empty_model()``."""
+    return getattr(_here, "depth", 0) > 0
+
+
 @contextmanager
 def empty_model() -> Iterator[None]:
     """Modules built inside have their parameters and persistent buffers on the meta device.
@@ -75,10 +83,12 @@ def empty_model() -> Iterator[None]:
             built[id(module)] = weakref.ref(module)
 
     handles = [register_module_parameter_registration_hook(to_meta), register_module_buffer_registration_hook(note)]
+    _here.depth = getattr(_here, "depth", 0) + 1
     try:
         with _NoValues():
             yield
     finally:
+        _here.depth -= 1
         for handle in handles:
             handle.remove()
     _empty([module for reference in built.values() if (module := reference()) is not None])

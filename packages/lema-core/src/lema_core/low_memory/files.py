@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lema_core.checkpoint import Segment, TensorInfo, read_header, read_manifest
+from lema_core.checkpoint.manifest import INDEX_NAME
 from lema_core.errors import CheckpointError
 from lema_core.low_memory.tensors import is_extra_state, storage_id
 
@@ -41,12 +42,13 @@ class CheckpointFile:
 
 
 def open_checkpoint(path: Path) -> CheckpointFile:
-    """A safetensors file, a folder of them (with an index, or alone), or what ``torch.save`` wrote of a state dict.
+    """A safetensors file, a folder of them (or its index), or what ``torch.save`` wrote of a state dict.
 
     Raises CheckpointError naming the file: missing, cut, malformed, a pickle with code, or no state dict.
     """
-    if path.is_dir():
-        return _from_infos(path, read_manifest(path).tensors)
+    folder = path.parent if path.name == INDEX_NAME else path
+    if folder.is_dir():
+        return _from_infos(path, read_manifest(folder).tensors)
     try:
         with open(path, "rb", buffering=0) as file:
             start = file.read(len(_ZIP_START))

@@ -98,7 +98,8 @@ class Filler:
             assert target.value is not None
             if self._dtype_of(target) == old.dtype:
                 self._put(target.value, old.detach())
-                torch.autograd.graph.increment_version(old)  # what autograd saved of it is out of date
+                if not old.is_inference():
+                    torch.autograd.graph.increment_version(old)  # what autograd saved of it is out of date
             else:
                 new = torch.empty_like(old, dtype=target.value.dtype)
                 self._put(target.value, new)

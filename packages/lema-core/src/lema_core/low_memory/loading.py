@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lema_core.errors import CheckpointError, ConfigError
+from lema_core.errors import CheckpointError, ConfigError, LemaError
+from lema_core.low_memory.empty import inside_empty_model
 from lema_core.low_memory.files import CheckpointFile, open_checkpoint
 from lema_core.low_memory.filling import DTypePolicy, Filler
 from lema_core.low_memory.placing import Before, assignable, postponed_hooks, report_text
@@ -72,8 +73,9 @@ def load_checkpoint_with_low_memory(
 
     ``path``: a safetensors file, a folder of them (``model.safetensors.index.json`` and its shards, or one file), or a
     zip file that ``torch.save`` wrote of a state dict, of which only tensors and plain containers are read, no code is
-    run. Beside the module a few MB are needed, and once more a tensor's size for one that is not stored row-major.
-    safetensors files hold a tied tensor under one of its names; its other names do not count as missing.
+    run. What was on meta is on the CPU afterwards. Beside the module a few MB are needed, and once more a tensor's size
+    for one that is not stored row-major. safetensors files hold a tied tensor under one of its names; its other names
+    do not count as missing.
 
     Raises CheckpointError naming file and tensor, StateDictError with PyTorch's report. The module is then as it was;
     only a disk that fails, or a file that is cut, *while* data is read leaves values of both in those parameters that
@@ -121,6 +123,10 @@ def _part(tensor: Tensor, whole: Tensor, stand_in: Tensor) -> Tensor | None:
 def _load(model: nn.Module, opened: CheckpointFile, strict: bool, dtype: DTypePolicy) -> Any:
     if dtype not in ("module", "checkpoint"):
         raise ConfigError(f"dtype={dtype!r}: 'module' or 'checkpoint' expected")
+    if inside_empty_model():
+        raise LemaError(
+            "a checkpoint is loaded inside empty_model(), where every tensor goes to meta again; leave it first"
+        )
     before = Before(model)
     with SegmentReader() as reader:
         filler = Filler(opened, reader, dtype)

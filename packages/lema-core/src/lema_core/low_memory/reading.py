@@ -44,14 +44,15 @@ class SegmentReader:
             self._fill_rows(target.view(-1), name, segment, first * stand_in.dtype.itemsize, stand_in.dtype)
         else:
             strides = zip(stand_in.shape, stand_in.stride(), strict=True)
-            span = torch.empty(1 + sum((n - 1) * step for n, step in strides), dtype=stand_in.dtype)
+            span = torch.empty(1 + sum((n - 1) * step for n, step in strides), dtype=stand_in.dtype, device="cpu")
             self._fill_rows(span, name, segment, first * stand_in.dtype.itemsize, stand_in.dtype)
             target.copy_(span.as_strided(stand_in.shape, stand_in.stride()))
 
     def _fill_rows(self, target_N: Tensor, name: str, segment: Segment, start: int, dtype: torch.dtype) -> None:
         """Fill [N] ``target_N`` from byte ``start`` of the segment on, where elements are ``dtype``."""
         direct = target_N.dtype == dtype and target_N.device.type == "cpu"
-        piece_N = target_N if direct else torch.empty(min(len(target_N), _PIECE_BYTES // dtype.itemsize), dtype=dtype)
+        most = min(len(target_N), _PIECE_BYTES // dtype.itemsize)
+        piece_N = target_N if direct else torch.empty(most, dtype=dtype, device="cpu")
         view, total = tensor_bytes(piece_N), len(target_N) * dtype.itemsize
         for done in range(0, total, _PIECE_BYTES):
             count = min(_PIECE_BYTES, total - done)
