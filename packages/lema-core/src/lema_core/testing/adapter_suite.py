@@ -25,7 +25,7 @@ from lema_core.adapter import ModelAdapter, TensorSpec
 from lema_core.checkpoint import read_manifest
 from lema_core.errors import CheckpointError
 from lema_core.kv import KVCache
-from lema_core.runtime.batch import TokenBatch
+from lema_core.runtime.batch import IGNORE_INDEX, TokenBatch
 from lema_core.runtime.generation import generate_greedy
 from lema_core.runtime.piece_run import Level
 from lema_core.runtime.schedule import Groups
@@ -41,6 +41,7 @@ from lema_core.testing.simulated import SimulatedAccelerator
 _UNEVEN: tuple[Shape, ...] = ((2, 9, "right"), (1, 5, ""), (3, 13, "left"), (1, 1, ""), (1, 2, ""), (1, 37, ""))
 #: micro-batches of a step, step by step
 _STEPS: tuple[tuple[Shape, ...], ...] = (_UNEVEN, ((1, 17, ""),), ((2, 7, "left"), (2, 7, "right")))
+_NEW_TOKENS = 24
 _R, _K, _G = Level.RECOMPUTE, Level.KEEP, Level.GRAPH
 
 
@@ -164,8 +165,13 @@ class AdapterSuite(AdapterCase):
             place = slice(5, None) if side == "left" else slice(0, 6)
             ids, mask = other.input_ids.clone(), torch.zeros(2, 11, dtype=torch.bool)
             ids[0, place], mask[0, place], mask[1] = row.input_ids[0], True, True
+            labels = ids.masked_fill(~mask, IGNORE_INDEX)
+            labels[0, place] = row.labels[0]
             found = runner.logits(TokenBatch(ids, mask))[0, place]
             assert_close(f"logits of a row padded on the {side}", found, expected)
+            longer = TokenBatch(ids[:1], mask[:1], labels[:1])
+            alone, padded = (torch.tensor(runner.loss(each)) for each in (row, longer))
+            assert_close(f"loss of a row padded on the {side}, and its targets", padded, alone, 1e-6)
 
     def test_logits_loss_and_gradients_of_training(self, variant: str) -> None:
         """LoRA on every linear; micro-batches of unequal lengths together; another number of them each step."""
@@ -306,13 +312,13 @@ class AdapterSuite(AdapterCase):
         decoded: list[Tensor] = []
         next_logits = runner.next_logits
         runner.next_logits = lambda batch, cache: decoded.append(next_logits(batch, cache)) or decoded[-1]
-        new_ids = generate_greedy(runner, prompts, 9, chunk_size=4)
+        new_ids = generate_greedy(runner, prompts, _NEW_TOKENS, chunk_size=4)
         for row, prompt in enumerate(prompts):
+            ids = torch.tensor(prompt + new_ids[row][:-1])
+            fresh = runner.logits(TokenBatch.of(ids))[0, len(prompt) - 1 :]
             for count, logits_BV in enumerate(decoded):
-                ids = torch.tensor([prompt + new_ids[row][:count]])
-                fresh = runner.logits(TokenBatch.of(ids))[0, -1]
-                assert_close(f"row {row}, token {count}: logits", logits_BV[row], fresh)
-        expected = theirs.generate(theirs.load_model(folder), prompts, 9)
+                assert_close(f"row {row}, token {count}: logits", logits_BV[row], fresh[count])
+        expected = theirs.generate(theirs.load_model(folder), prompts, _NEW_TOKENS)
         assert new_ids == expected, f"transformers generates {expected}, not {new_ids}"
 
     def test_a_cache_fed_in_pieces(self, variant: str) -> None:
@@ -323,14 +329,18 @@ class AdapterSuite(AdapterCase):
         mask = torch.ones(2, 13, dtype=torch.bool)
         mask[0, :3] = False
         rows = [runner.logits(TokenBatch.of(ids[row, mask[row]]))[0] for row in range(2)]
-        cache = KVCache(adapter.n_layers, (2, *adapter.cache_shape()), max_tokens=13, chunk_size=5)
-        for start, stop in ((0, 1), (1, 6), (6, 7), (7, 13)):
-            found = runner.next_logits(TokenBatch(ids[:, start:stop], mask[:, :stop]), cache)
-            for row in range(2):
-                if mask[row, stop - 1]:
-                    expected = rows[row][int(mask[row, :stop].sum()) - 1]
-                    assert_close(f"row {row}, tokens {start} to {stop}", found[row], expected)
-        assert cache.length == 13
+        answers = []
+        for chunk_size in (5, 64):
+            cache = KVCache(adapter.n_layers, (2, *adapter.cache_shape()), max_tokens=13, chunk_size=chunk_size)
+            for start, stop in ((0, 1), (1, 6), (6, 7), (7, 13)):
+                found = runner.next_logits(TokenBatch(ids[:, start:stop], mask[:, :stop]), cache)
+                for row in range(2):
+                    if mask[row, stop - 1]:
+                        expected = rows[row][int(mask[row, :stop].sum()) - 1]
+                        assert_close(f"row {row}, tokens {start} to {stop}", found[row], expected)
+            assert cache.length == 13
+            answers.append({"last logits": found})
+        assert_equal("another chunk size of the cache", *answers)
 
     # -- LoRA's files, and merging
 
