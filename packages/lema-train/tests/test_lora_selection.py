@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lema_core.adapter import TensorSpec
+from lema_core.adapter import ModelAdapter, TensorSpec
 from lema_core.errors import ConfigError
 from lema_train.lora import LoraConfig, LoraWeights, count_parameters
 from lema_train.selection import matches, parse_layers, select_modules
@@ -27,6 +27,9 @@ SHAPES = {
 @dataclass
 class FourLayers:
     n_layers: int = 4
+
+    all_linear_routes = False
+    all_linear = ModelAdapter.all_linear
 
     def linear_modules(self) -> Iterable[TensorSpec]:
         for layer in range(self.n_layers):

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from lema_core.adapter import TensorSpec
+from lema_core.adapter import ModelAdapter, TensorSpec
 from lema_core.checkpoint import TensorInfo, read_header, read_manifest
 from lema_core.errors import CheckpointError
 from lema_train import merge_write
@@ -72,6 +72,9 @@ class Described:
 
     def unfolded(self, found: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
         return found
+
+    all_linear_routes = False
+    all_linear = ModelAdapter.all_linear
 
     def linear_modules(self) -> Iterable[TensorSpec]:
         return (spec for spec in self._specs if spec.role in ("linear", "head"))

@@ -15,7 +15,7 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lema_core.adapter import TensorSpec
+from lema_core.adapter import ModelAdapter, TensorSpec
 from lema_core.errors import CheckpointError
 from lema_train.lora import LoraConfig, LoraWeights
 from lema_train.peft_format import CONFIG_FILE, WEIGHTS_FILE, load_peft, peft_bytes, read_peft_config, save_peft
@@ -47,6 +47,9 @@ class ShapesOf:
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear)
         ]
+
+    all_linear_routes = False
+    all_linear = ModelAdapter.all_linear
 
     def linear_modules(self) -> Iterable[TensorSpec]:
         for name, shape in self._linears:

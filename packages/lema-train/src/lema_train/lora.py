@@ -147,8 +147,10 @@ def count_parameters(config: LoraConfig, modules: Iterable[TensorSpec]) -> int:
 
 
 def _by_pattern(pattern: Mapping[str, int | float], module: str, default: int | float) -> int | float:
+    # What PEFT's patterns know is the stack of all experts.
+    path = re.sub(r"\.experts\.\d+\.", ".experts.", module)
     for key, value in pattern.items():
-        if re.match(rf"(.*\.)?({key})$", module):
+        if re.match(rf"(.*\.)?({key})$", path):
             return value
     return default
 

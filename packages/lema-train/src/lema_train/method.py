@@ -8,9 +8,11 @@ from typing import Protocol
 import torch
 
 from lema_core.adapter import ModelAdapter
+from lema_core.checkpoint.describe import shorten
+from lema_core.errors import ConfigError
 from lema_train.lora import LoraConfig, LoraWeights
 from lema_train.peft_format import load_peft
-from lema_train.selection import Selection, select_modules
+from lema_train.selection import ALL_LINEAR, Selection, select_modules
 
 
 class LoraOptions(Protocol):
@@ -33,6 +35,13 @@ class LoraMethod:
         """New LoRA weights where ``options`` say, and what was selected. Raises ConfigError for targets that match
         nothing."""
         selection = select_modules(adapter, options.lora_target_modules, options.trainable_layers)
+        stacks = sorted({spec.stack for spec in selection.modules if spec.expert is not None})
+        if stacks and options.lora_dropout:
+            raise ConfigError(
+                f"lora_dropout: 0 expected where experts train ({shorten(stacks)}), as PEFT has none there; "
+                f"{options.lora_dropout} found"
+            )
+        twice = _twice_the_rank(options) if stacks else []
         config = LoraConfig(
             rank=options.lora_rank,
             alpha=options.lora_alpha,
@@ -40,6 +49,8 @@ class LoraMethod:
             target_modules=options.lora_target_modules,
             use_rslora=options.use_rslora,
             layers=options.trainable_layers or None,
+            rank_pattern=dict.fromkeys(twice, 2 * options.lora_rank),
+            alpha_pattern=dict.fromkeys(twice, 2 * options.lora_alpha),
         )
         return LoraWeights(config, selection.modules, seed=options.seed, device=device), selection
 
@@ -47,3 +58,11 @@ class LoraMethod:
     def load(folder: Path, adapter: ModelAdapter, device: torch.device) -> LoraWeights:
         """LoRA weights from a PEFT folder or a checkpoint. Raises CheckpointError when they do not fit ``adapter``."""
         return load_peft(folder, adapter, device=device)
+
+
+def _twice_the_rank(options: LoraOptions) -> list[str]:
+    """Under ``all-linear`` gate and up of an expert have a rank each, in one stack; as PEFT 0.21 writes it."""
+    targets = options.lora_target_modules
+    entries = [targets] if isinstance(targets, str) else targets
+    everything = any(entry.lower() == ALL_LINEAR for entry in entries)
+    return [r".*\.gate_up_proj"] if everything else []

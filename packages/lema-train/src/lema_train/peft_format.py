@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,21 @@ from lema_core.errors import CheckpointError, ConfigError
 from lema_train.atomic import write_json
 from lema_train.checkpoint import find_checkpoints
 from lema_train.lora import LoraConfig, LoraWeights, lora_shapes
+from lema_train.peft_stacks import (
+    compact_parameters,
+    is_parameter,
+    stack_keys,
+    stacked,
+    stacks_of,
+    targeted,
+    unstacked,
+)
 from lema_train.selection import ALL_LINEAR, matches
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_PARTS = ("lora_A", "lora_B")
 
 #: fields that describe the file or cannot change what plain LoRA on linear layers computes
 _HARMLESS = {
@@ -40,7 +51,7 @@ _HARMLESS = {
 }  # fmt: skip
 _READ = {
     "alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_pattern", "layers_to_transform",
-    "lora_alpha", "lora_dropout", "peft_type", "r", "rank_pattern", "target_modules", "use_rslora",
+    "lora_alpha", "lora_dropout", "peft_type", "r", "rank_pattern", "target_modules", "target_parameters", "use_rslora",
 }  # fmt: skip
 #: ways of starting that leave the base weights as they are; others (PiSSA, OLoRA, LoftQ ...) train against changed ones
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
@@ -51,10 +62,13 @@ def save_peft(folder: Path, weights: LoraWeights, adapter: ModelAdapter, base_mo
 
     Raises CheckpointError when the disk refuses.
     """
-    tensors = [
-        (f"{_PREFIX}{name}.weight", torch.float32, tuple(parameter.shape), lambda parameter=parameter: parameter)
-        for name, parameter in weights.parameters().items()
-    ]
+    parameters = weights.parameters()
+    tensors = []
+    for name, (shape, names, part) in _in_file(weights.config, weights.modules).items():
+        pairs = [tuple(parameters[f"{module}.{each}"] for each in _PARTS) for module in names]
+        values = (lambda pairs=pairs, part=part: stacked(pairs, part)) if len(pairs) > 1 else None
+        values = values or (lambda pairs=pairs, part=part: pairs[0][part])
+        tensors.append((f"{_PREFIX}{name}.weight", torch.float32, shape, values))
     write_safetensors(folder / WEIGHTS_FILE, tensors)
     write_json(folder / CONFIG_FILE, _config_to_write(weights, adapter, base_model_name_or_path))
 
@@ -86,20 +100,24 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
 class PeftFolder:
     """An adapter folder that fits a model; its tensors are checked and not read.
 
-    ``lora`` holds ``lora_A`` and ``lora_B`` of ``modules`` by parameter name. By canonical tensor name, ``saved`` holds
+    ``lora`` says for each parameter, ``<module>.lora_A`` and ``<module>.lora_B`` of ``modules``, where it is: a tensor,
+    and which one it is of how many that are stacked there. By canonical tensor name, ``saved`` holds
     weights that were trained whole (``modules_to_save``), and ``copies`` base weights that PEFT writes beside LoRA on
     a head, and loads into the base model again.
     """
 
     config: LoraConfig
     modules: tuple[TensorSpec, ...]
-    lora: dict[str, TensorInfo]
+    lora: dict[str, tuple[TensorInfo, int, int]]
     saved: dict[str, TensorInfo]
     copies: dict[str, TensorInfo]
 
     def read(self, parameter: str) -> Tensor:
         """``<module>.lora_A`` or ``<module>.lora_B``, in the type that the file has."""
-        return read_tensor(self.lora[parameter])
+        info, number, n_stacked = self.lora[parameter]
+        if n_stacked == 1:
+            return read_tensor(info)
+        return unstacked(_read_stack(info), _PARTS.index(parameter.rpartition(".")[2]), number, n_stacked)
 
 
 def load_peft(folder: Path, adapter: ModelAdapter, *, device: torch.device | str = "cpu") -> LoraWeights:
@@ -126,8 +144,9 @@ def open_peft(folder: Path, adapter: ModelAdapter, *, whole_weights: bool = Fals
     _refuse_unsupported(path, config, {"modules_to_save"} if whole_weights else set())
     try:
         linears = list(adapter.linear_modules())
-        modules = [spec for spec in linears if _peft_targets(config, spec.module, linears)]
-        targets, layers = _compact_targets(modules, linears)
+        modules = [spec for spec in linears if _peft_chooses(config, spec, adapter)]
+        plain = [spec for spec in modules if not is_parameter(spec)]
+        targets, layers = _compact_targets(plain, [spec for spec in linears if not is_parameter(spec)])
         lora_config = LoraConfig(
             rank=config["r"],
             alpha=config["lora_alpha"],
@@ -148,13 +167,46 @@ def open_peft(folder: Path, adapter: ModelAdapter, *, whole_weights: bool = Fals
     if other and not whole_weights:
         _refuse_whole_weights(folder / WEIGHTS_FILE, other)
     saved, copies = _whole_weights(folder, other, config, adapter)
-    _check_tensors(folder / WEIGHTS_FILE, infos, lora_config, modules)
-    return PeftFolder(lora_config, tuple(modules), infos, saved, copies)
+    expected = _in_file(lora_config, modules)
+    _check_tensors(folder / WEIGHTS_FILE, infos, {name: shape for name, (shape, _, _) in expected.items()})
+    lora = {
+        f"{module}.{_PARTS[part]}": (infos[name], number, len(names))
+        for name, (_, names, part) in expected.items()
+        for number, module in enumerate(names)
+    }
+    return PeftFolder(lora_config, tuple(modules), lora, saved, copies)
+
+
+def _in_file(
+    config: LoraConfig, modules: Iterable[TensorSpec]
+) -> dict[str, tuple[tuple[int, int], tuple[str, ...], int]]:
+    """What a file holds, by name: the shape, the modules whose ``lora_A`` (0) or ``lora_B`` (1) it is, and which."""
+    modules = list(modules)
+    stacks = stacks_of(modules)
+    keys = stack_keys(stacks)
+    members = {spec.module: (keys[stack], specs) for stack, specs in stacks.items() for spec in specs[:1]}
+    found: dict[str, tuple[tuple[int, int], tuple[str, ...], int]] = {}
+    for spec in modules:
+        if spec.expert is not None and spec.module not in members:
+            continue
+        key, specs = members.get(spec.module, (spec.module, [spec]))
+        names, (shape_A, shape_B) = tuple(each.module for each in specs), lora_shapes(config, spec)
+        found[f"{key}.{_PARTS[0]}"] = (shape_A[0] * len(specs), shape_A[1]), names, 0
+        found[f"{key}.{_PARTS[1]}"] = (shape_B[0], shape_B[1] * len(specs)), names, 1
+    return found
+
+
+@lru_cache(maxsize=2)
+def _read_stack(info: TensorInfo) -> Tensor:
+    """Its experts are asked for one after another."""
+    return read_tensor(info)
 
 
 def _config_to_write(weights: LoraWeights, adapter: ModelAdapter, base: str | None) -> dict[str, Any]:
     config = weights.config
-    targets, layers = _compact_targets(weights.modules, list(adapter.linear_modules()))
+    linears = list(adapter.linear_modules())
+    plain = [spec for spec in weights.modules if not is_parameter(spec)]
+    targets, layers = _compact_targets(plain, [spec for spec in linears if not is_parameter(spec)])
     alpha = int(config.alpha) if float(config.alpha).is_integer() else config.alpha
     revision = None
     if base is not None and not os.path.isabs(base):  # org/name@revision
@@ -179,6 +231,7 @@ def _config_to_write(weights: LoraWeights, adapter: ModelAdapter, base: str | No
         "rank_pattern": dict(config.rank_pattern),
         "revision": revision or None,
         "target_modules": targets,
+        "target_parameters": compact_parameters(weights.modules, linears) or None,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": config.use_rslora,
@@ -199,6 +252,8 @@ def _compact_targets(
 
     The modules' last names, with the layers if limited, where that is exact; else every full path.
     """
+    if not modules:
+        return [], None
     chosen = {spec.module for spec in modules}
     leaves = sorted({module.rpartition(".")[2] for module in chosen})
     layers = sorted({spec.layer for spec in modules if spec.layer is not None})
@@ -207,6 +262,15 @@ def _compact_targets(
         if {spec.module for spec in linears if _peft_targets(config, spec.module, linears)} == chosen:
             return leaves, limit
     return [spec.module for spec in modules], None
+
+
+def _peft_chooses(config: Mapping[str, Any], spec: TensorSpec, adapter: ModelAdapter) -> bool:
+    targets = config["target_modules"]
+    if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
+        return any(each.module == spec.module for each in adapter.all_linear())
+    if is_parameter(spec):
+        return targeted(config, spec)
+    return _peft_targets(config, spec.module, [each for each in adapter.linear_modules() if not is_parameter(each)])
 
 
 def _peft_targets(config: Mapping[str, Any], module: str, linears: Iterable[TensorSpec]) -> bool:
@@ -339,14 +403,7 @@ def _whole_weights(
     return saved, copies
 
 
-def _check_tensors(
-    path: Path, infos: Mapping[str, TensorInfo], config: LoraConfig, modules: Iterable[TensorSpec]
-) -> None:
-    shapes = {
-        f"{spec.module}.{part}": shape
-        for spec in modules
-        for part, shape in zip(("lora_A", "lora_B"), lora_shapes(config, spec), strict=True)
-    }
+def _check_tensors(path: Path, infos: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, int]]) -> None:
     problems = []
     if missing := [name for name in shapes if name not in infos]:
         problems.append(f"{len(missing)} tensors its config calls for are missing: {shorten(missing)}")

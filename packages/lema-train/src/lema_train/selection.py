@@ -1,7 +1,8 @@
 """Which linear layers train: target names and layer limits, as PEFT means them.
 
 A target is a full module path (``model.layers.3.self_attn.q_proj``) or the end of one at a dot (``q_proj``,
-``self_attn.q_proj``, never the ``q_proj`` of ``xq_proj``). ``all-linear`` is every linear layer except the output head.
+``self_attn.q_proj``, never the ``q_proj`` of ``xq_proj``). ``all-linear`` is every linear layer except the output
+head; a layer's experts go by the names of their stacks, ``gate_up_proj`` and ``down_proj``.
 
 Layer limits follow PEFT's ``layers_to_transform``: they apply to modules inside blocks. A module outside every block
 (``lm_head``) is selected when a target is its full path, whatever the limits. Unlike PEFT, a full path inside a block
@@ -68,7 +69,7 @@ def select_modules(
     chosen: set[str] = set()
     counts: dict[str, int] = {}
     for entry in entries:
-        everywhere = _matching(entry, linears)
+        everywhere = list(adapter.all_linear()) if entry.lower() == ALL_LINEAR else _matching(entry, linears)
         if not everywhere:
             raise ConfigError(_no_match(entry, linears, targets_option))
         within = [spec.module for spec in everywhere if _within(spec, entry, limits)]
@@ -113,9 +114,8 @@ def parse_layers(
 
 
 def _matching(entry: str, linears: Iterable[TensorSpec]) -> list[TensorSpec]:
-    if entry.lower() == ALL_LINEAR:
-        return [spec for spec in linears if spec.role != "head"]
-    return [spec for spec in linears if matches(entry, spec.module)]
+    """Experts' linears go by the name of their stack (``experts.down_proj``), all of a layer together."""
+    return [spec for spec in linears if matches(entry, spec.module if spec.expert is None else spec.stack)]
 
 
 def _within(spec: TensorSpec, entry: str, limits: tuple[int, ...] | None) -> bool:
@@ -125,8 +125,9 @@ def _within(spec: TensorSpec, entry: str, limits: tuple[int, ...] | None) -> boo
 
 
 def _no_match(entry: str, linears: Sequence[TensorSpec], option: str) -> str:
-    leaves = list(dict.fromkeys(spec.module.rpartition(".")[2] for spec in linears))
-    ends = {spec.module.split(".", start)[-1] for spec in linears for start in range(spec.module.count(".") + 1)}
+    modules = [spec.module if spec.expert is None else spec.stack for spec in linears]
+    leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    ends = {module.split(".", start)[-1] for module in modules for start in range(module.count(".") + 1)}
     return (
         f"{option}: {entry!r} matches no linear layer of this model{did_you_mean(entry, ends)} "
         f"(there are: {', '.join([*leaves, ALL_LINEAR])})"

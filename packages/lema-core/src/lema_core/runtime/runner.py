@@ -100,6 +100,8 @@ class ModelRunner:
         self._device: Device = store.device
         for update in updates.values():
             update.keep_gradients()
+        experts = {spec.module for spec in adapter.linear_modules() if spec.expert is not None}
+        self._of_experts = [update for module, update in updates.items() if module in experts]
         self._most_bytes = most_bytes
         self.dtype = self._device.compute_dtype(model.matrix_dtype)
         self.scheduler = scheduler or Scheduler(StepCosts(DryRun(adapter, model, updates, self.dtype, kernels)))
@@ -129,6 +131,10 @@ class ModelRunner:
             sizes = self.scheduler.costs.boundaries(shape, schedule)
             with self.activations.step(sizes, schedule.boundary_bytes):
                 loss = self._train(learning, schedule, how, step, 1.0 / n_targets, logits)
+        # An expert that no token came to has a gradient all the same, of zeros: it is a slice of one for all.
+        for update in self._of_experts:
+            for parameter in update.parameters():
+                update.gradient(parameter)
         if self._most_bytes is None or rss_bytes() > self._most_bytes:
             self._device.trim()
         return loss.item() / n_targets
