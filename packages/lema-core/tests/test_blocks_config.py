@@ -19,7 +19,7 @@ def test_missing_fields_are_named_together() -> None:
 
 def test_defaults() -> None:
     hf = HfConfig({"null": None})
-    assert hf.size("absent", 3) == 3 and hf.number("null", 1e-5) == 1e-5
+    assert hf.size("absent", 3) == hf.size("null", 3) == 3 and hf.number("null", 1e-5) == 1e-5
     assert hf.count("null", 0) == 0 and HfConfig({"none": 0}).count("none", 28) == 0
     assert hf.flag("null", default=True) and not hf.flag("absent")
     assert hf.optional_size("absent", 4096) == 4096 and hf.optional_size("null", 4096) is None

@@ -21,7 +21,7 @@ class HfConfig(dict[str, Any]):
 
     def size(self, name: str, default: int | None = None) -> int:
         """A whole number above 0."""
-        size = self.optional_size(name, default)
+        size = self.optional_size(name) or default
         if size is None:
             raise ConfigError(f"config.json lacks {name}")
         return size
