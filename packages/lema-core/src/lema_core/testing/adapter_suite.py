@@ -78,17 +78,20 @@ class AdapterSuite(AdapterCase):
         assert not missing and not extra, f"not declared: {missing[:4]}; not linears in transformers: {extra[:4]}"
 
     def test_files_as_the_hub_has_them(self, variant: str) -> None:
-        """Under every prefix, in shards, with buffers that carry no weights: the same bits without a warning."""
+        """Under every prefix, in shards, with buffers that carry no weights, tied tensors twice: the same bits without
+        a warning."""
         folder = self.folder(variant)
-        ids = batch_of((2, 6, ""), self.bound(folder)[0].vocab_size)
+        adapter, bound = self.bound(folder)
+        ids = batch_of((2, 6, ""), adapter.vocab_size)
         expected = self.open(folder).logits(ids)
-        tensors = files.read_tensors(folder)
         for pattern in self.adapter.ignored:
             assert any(re.search(pattern, name) for name in self.buffers), f"buffers: none that {pattern!r} ignores"
+        tensors = files.read_tensors(folder)
+        twice = {spec.name: tensors[bound[spec.name].name].clone() for spec in adapter.tensors() if spec.tied_to}
         buffers = {name: torch.zeros(shape) for name, shape in self.buffers.items()}
         canonical = self.adapter.prefixes[0]
         for number, prefix in enumerate(self.adapter.prefixes):
-            held = files.spelled(tensors | buffers, canonical, prefix)
+            held = files.spelled(tensors | buffers | ({} if number % 2 else twice), canonical, prefix)
             path = files.write_tensors(folder, self.own / f"prefix{number}", held, shards=1 + number % 3)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
