@@ -109,6 +109,11 @@ class ModelAdapter(ABC):
     def head(self, ops: StreamedOps, x_NC: Tensor) -> Tensor:
         """Final norm and output projection over N tokens, x_NC -> logits_NV."""
 
+    def extra_loss(self, ctx: ForwardContext) -> float:
+        """What a training step's loss has beside the head's, once all blocks were passed; its gradient is the blocks'
+        own affair."""
+        return 0.0
+
     def masks(self, tokens: int) -> int:
         """How many masks attention in rows of so many tokens needs for sliding windows."""
         return sum(tokens > window for window in self.windows)

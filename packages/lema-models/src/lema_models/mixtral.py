@@ -18,24 +18,29 @@ from lema_core.blocks.decoder import Decoder, DecoderConfig
 from lema_core.blocks.moe import Experts, softmax_scores, unfolded_experts
 from lema_core.checkpoint.segments import TensorInfo
 from lema_core.errors import ConfigError
+from lema_core.ops.balance import RouterBalance
 from lema_core.ops.context import ForwardContext
 from lema_core.ops.streamed import StreamedOps
+
+#: where what the routers do is kept
+_BALANCE = "balance"
 
 
 @dataclass(frozen=True)
 class MixtralConfig(DecoderConfig):
     """``window``: a token sees so many keys, itself included; None: all before it. ``n_picked`` of ``n_experts``
-    compute a token."""
+    compute a token; ``balance``: coefficient of the routers' auxiliary loss."""
 
     window: int | None
     n_experts: int
     n_picked: int
+    balance: float
 
     @classmethod
     def from_hf_config(cls, hf_config: Mapping[str, Any]) -> MixtralConfig:
         """Raises ConfigError naming missing fields, or two that contradict each other."""
         hf = HfConfig(hf_config)
-        hf.not_applied("router_jitter_noise", "output_router_logits")
+        hf.not_applied("router_jitter_noise")
         n_experts, n_picked = hf.size("num_local_experts", 8), hf.size("num_experts_per_tok", 2)
         if n_picked > n_experts:
             raise ConfigError(f"config.json: num_experts_per_tok={n_picked} is more than num_local_experts={n_experts}")
@@ -44,6 +49,7 @@ class MixtralConfig(DecoderConfig):
             window=hf.optional_size("sliding_window"),
             n_experts=n_experts,
             n_picked=n_picked,
+            balance=hf.number("router_aux_loss_coef", 0.001) if hf.flag("output_router_logits") else 0.0,
         )
 
 
@@ -64,6 +70,15 @@ class MixtralAdapter(Decoder):
     def unfolded(self, found: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
         return unfolded_experts(found, "mlp")
 
+    def prepare(self, ctx: ForwardContext) -> None:
+        super().prepare(ctx)
+        c = self.config
+        if c.balance and ctx.shares:
+            ctx.shared[_BALANCE] = RouterBalance(ctx, c.n_experts, c.n_layers, c.balance)
+
+    def extra_loss(self, ctx: ForwardContext) -> float:
+        return ctx.shared[_BALANCE].loss() if _BALANCE in ctx.shared else 0.0
+
     def block_tensors(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
         yield self.norm_tensor(f"{prefix}.input_layernorm", layer)
         yield from self.attention.tensors(f"{prefix}.self_attn", layer)
@@ -80,5 +95,10 @@ class MixtralAdapter(Decoder):
         x_BTC = x_BTC + self.attention(ops, f"{prefix}.self_attn", layer, h_BTC, ctx, self.config.window)
         h_BTC = self.norm(ops, x_BTC, f"{prefix}.post_attention_layernorm")
         logits_NE = ops.linear(h_BTC, f"{prefix}.mlp.gate").flatten(0, 1)
+        balance: RouterBalance | None = ctx.shared.get(_BALANCE)
+        if balance is not None:
+            logits_NE = balance.watched(logits_NE)
         scores_Nk, picked_Nk = softmax_scores(logits_NE, self.config.n_picked)
+        if balance is not None:
+            balance.count(ops.now, logits_NE, picked_Nk)
         return x_BTC + self.experts(ops, f"{prefix}.mlp.experts", h_BTC, scores_Nk, picked_Nk)

@@ -32,13 +32,12 @@ class TierMemory:
 def tier_memory(run: RunPlan) -> dict[str, TierMemory]:
     """By tier: ``ram``, and ``device`` where that is another memory."""
     machine, sizes, model = run.machine, run.sizes, run.work.model
-    slot_bytes = model.layout.slot_bytes
-    in_ram = sizes.ram_slots * slot_bytes + sizes.n_rows * model.row_bytes + model.bounce_bytes
+    in_ram = model.ram_bytes(sizes)
     beside = run.activation_bytes, run.states_bytes, run.slack_bytes
     if machine.shares_ram:
         return {"ram": TierMemory(machine.ram_limit, machine.ram_held, in_ram, *beside)}
     return {
-        "device": TierMemory(machine.device_free, 0, sizes.device_slots * slot_bytes, *beside),
+        "device": TierMemory(machine.device_free, 0, model.device_bytes(sizes), *beside),
         "ram": TierMemory(machine.ram_limit, machine.ram_held, in_ram, 0, 0, 0),
     }
 

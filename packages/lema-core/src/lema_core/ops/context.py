@@ -59,18 +59,21 @@ class Dropout:
 class ForwardContext:
     """``positions_BT``: each token's position, [1, N] for packed micro-batches. ``mask_BTS``: True where a query may
     see a key; None means plain causal; packed micro-batches have theirs in ``segments``. ``valid_BT``: False at
-    padding, None where no token follows any.
+    padding, None where no token follows any; ``real_BT``: False at any padding, None where there is none.
 
-    ``segments``: the packed micro-batches, empty outside training. ``cache``: keys and values of earlier tokens, None
-    outside generation. ``shared``: what an adapter's ``prepare`` computes once for all blocks. ``within``: the same
-    with the masks of each sliding window that is shorter than the rows.
+    ``segments``: the packed micro-batches, empty outside training; ``shares``: each one's of the step's targets.
+    ``cache``: keys and values of earlier tokens, None outside generation. ``shared``: what an adapter's ``prepare``
+    computes once for all blocks. ``within``: the same with the masks of each sliding window that is shorter than the
+    rows.
     """
 
     positions_BT: Tensor
     mask_BTS: Tensor | None = None
     cache: KVCache | None = None
     valid_BT: Tensor | None = None
+    real_BT: Tensor | None = None
     segments: tuple[Segment, ...] = ()
+    shares: tuple[float, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)
     within: Mapping[int, ForwardContext] = field(default_factory=dict)
 

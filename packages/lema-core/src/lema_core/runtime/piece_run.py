@@ -61,7 +61,10 @@ class PieceRun:
         positions = torch.arange(self._tokens, device=ops.device)
         padded = any(each.mask_BTS is not None for each in segments)
         valid_BT = torch.ones(1, self._tokens, dtype=torch.bool, device=ops.device) if padded else None
-        self.ctx = ForwardContext(positions[None], valid_BT=valid_BT, segments=self._segments)
+        shares = (1 / len(segments),) * len(segments)
+        self.ctx = ForwardContext(
+            positions[None], valid_BT=valid_BT, real_BT=valid_BT, segments=self._segments, shares=shares
+        )
         adapter.prepare(self.ctx)
         self._dropout = Dropout(0, 0, self._segments)
 

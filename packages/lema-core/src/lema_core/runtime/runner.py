@@ -150,7 +150,7 @@ class ModelRunner:
     ) -> Tensor:
         numbers = list(batches)
         groups = [
-            self._group(number, {numbers[i]: batches[numbers[i]] for i in members}, how.seed, step)
+            self._group(number, {numbers[i]: batches[numbers[i]] for i in members}, how.seed, step, scale)
             for number, members in enumerate(schedule.groups)
         ]
         left: dict[tuple[int, int], _Left] = {}
@@ -170,16 +170,17 @@ class ModelRunner:
         # Blocks' temporaries are gone: what they lay in would stay resident beside the logits, and these beside the
         # gradients' temporaries.
         self._device.trim()
+        extra = sum(self.adapter.extra_loss(group.ctx) for group in groups) / scale
         wants_dx = how.first_layer < self.adapter.n_layers
-        loss = self._head(batches, groups, scale, wants_dx)
+        loss = extra + self._head(batches, groups, scale, wants_dx)
         self._device.trim()
         for layer in range(self.adapter.n_layers - 1, how.first_layer - 1, -1):
             for group in groups:
                 self._backward(group, layer, left.pop((layer, group.number)), layer > how.first_layer)
         return loss
 
-    def _group(self, number: int, batches: Mapping[int, TokenBatch], seed: int, step: int) -> _Group:
-        """Pack micro-batches one after another, row after row."""
+    def _group(self, number: int, batches: Mapping[int, TokenBatch], seed: int, step: int, scale: float) -> _Group:
+        """Pack micro-batches one after another, row after row. ``scale``: of a target in the step's loss."""
         segments: list[Segment] = []
         start = 0
         for index, batch in batches.items():
@@ -198,7 +199,14 @@ class ModelRunner:
                 for batch, segment in zip(batches.values(), segments, strict=True)
             ]
             valid_BT = torch.cat([each.reshape(-1) for each in valid])[None].to(self._ops.device)
-        ctx = ForwardContext(positions[None].to(self._ops.device), valid_BT=valid_BT, segments=tuple(segments))
+        real = torch.cat([batch.attention_mask.reshape(-1) for batch in batches.values()])[None]
+        ctx = ForwardContext(
+            positions[None].to(self._ops.device),
+            valid_BT=valid_BT,
+            real_BT=None if real.all() else real.to(self._ops.device),
+            segments=tuple(segments),
+            shares=tuple(batch.n_targets * scale for batch in batches.values()),
+        )
         self.adapter.prepare(ctx)
         ctx.within = sliding(ctx, self.adapter.windows, 1, start)
         return _Group(number, ids[None], ctx, Pass(ctx.segments, Dropout(seed, step, ctx.segments)))

@@ -76,20 +76,24 @@ class StreamedModel:
     def smallest_bytes(self) -> int:
         """The least a window can be: one granule, one of an expert, and a few rows."""
         beside = min(_MIN_ROWS, self.default_rows()) * self.row_bytes + self.bounce_bytes
-        return self._least_slots_bytes + beside
+        return self._slots_bytes(1, 1) + beside
 
     @property
     def total_bytes(self) -> int:
         """A window that holds everything."""
-        return self._all_slots_bytes + self.default_rows() * self.row_bytes + self.bounce_bytes
+        return self._slots_bytes(*self._slots(None)) + self.default_rows() * self.row_bytes + self.bounce_bytes
 
-    @property
-    def _least_slots_bytes(self) -> int:
-        return self.layout.slot_bytes + (0 if self.experts is None else self.experts.slot_bytes)
+    def ram_bytes(self, sizes: WindowSizes) -> int:
+        """What the windows, the rows and their bounce memory take of RAM."""
+        beside = sizes.n_rows * self.row_bytes + self.bounce_bytes
+        return self._slots_bytes(sizes.ram_slots, sizes.expert_ram_slots) + beside
 
-    @property
-    def _all_slots_bytes(self) -> int:
-        return self.layout.total_bytes + (0 if self.experts is None else self.experts.total_bytes)
+    def device_bytes(self, sizes: WindowSizes) -> int:
+        """What the windows take of a device's own memory."""
+        return self._slots_bytes(sizes.device_slots, sizes.expert_device_slots)
+
+    def _slots_bytes(self, slots: int, expert_slots: int) -> int:
+        return slots * self.layout.slot_bytes + (0 if self.experts is None else expert_slots * self.experts.slot_bytes)
 
     def sizes(self, ram_bytes: int | None, device_bytes: int | None, device_shares_ram: bool) -> WindowSizes:
         """Slots for budgets in bytes (None: everything). Raises BudgetError when not even one granule fits."""
@@ -101,16 +105,16 @@ class StreamedModel:
                     f"(one granule of {self.layout.slot_bytes:,} and a few embedding rows); raise weights_ram"
                 )
             ram_bytes -= self.bounce_bytes
-            beside = max(ram_bytes // 8, ram_bytes - self._all_slots_bytes)
-            fitting = min(beside, ram_bytes - self._least_slots_bytes) // max(1, self.row_bytes)
+            beside = max(ram_bytes // 8, ram_bytes - self._slots_bytes(*self._slots(None)))
+            fitting = min(beside, ram_bytes - self._slots_bytes(1, 1)) // max(1, self.row_bytes)
             rows = max(min(_MIN_ROWS, rows), min(rows, fitting))
             ram_bytes -= rows * self.row_bytes
         ram_slots, expert_ram_slots = self._slots(ram_bytes)
         if device_shares_ram:
             return WindowSizes(ram_slots, 0, rows, expert_ram_slots)
-        if device_bytes is not None and device_bytes < self._least_slots_bytes:
+        if device_bytes is not None and device_bytes < self._slots_bytes(1, 1):
             raise BudgetError(
-                f"weights_vram gives {device_bytes:,} bytes; the smallest window needs {self._least_slots_bytes:,} "
+                f"weights_vram gives {device_bytes:,} bytes; the smallest window needs {self._slots_bytes(1, 1):,} "
                 "(one granule); raise weights_vram"
             )
         device_slots, expert_device_slots = self._slots(device_bytes)

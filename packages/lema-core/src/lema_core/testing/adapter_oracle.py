@@ -117,6 +117,8 @@ def generate(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) 
     ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     model.generation_config.eos_token_id = None
+    # transformers 5 fails in the auxiliary loss of cached tokens, which nobody asked for
+    model.config.output_router_logits = False
     found = model.generate(
         ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0, use_cache=True
     )
