@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from queue import Queue
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from lema.display import byte_progress
 from lema_core.errors import CheckpointError
@@ -33,9 +33,6 @@ from lema_core.files import replacing
 from lema_core.folder_source import looks_like_path
 from lema_core.records import CheckpointSource
 from lema_train.atomic import check_free_space
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelInfo
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -182,14 +179,13 @@ def _download(model: HubModel) -> Path:
 
     info = HfApi().model_info(model.repo, revision=model.revision, timeout=HF_HUB_DOWNLOAD_TIMEOUT, files_metadata=True)
     commit = str(info.sha)
-    sizes = _files(info)
+    # Bytes of every file of the repository, None where the Hub does not say.
+    sizes: dict[str, int | None] = {each.rfilename: each.size for each in info.siblings or ()}
     if CONFIG not in sizes:
-        other = (
-            "LoRA weights: give its base model, and this as lora_path=FOLDER" if "adapter_config.json" in sizes else ""
-        )
+        lora = "; it holds LoRA weights: give its base model, and this as lora_path=FOLDER"
         raise CheckpointError(
             f"{model.url} has no {CONFIG} at {model.revision}, so it is no model in Hugging Face layout"
-            + (f"; it holds {other}" if other else "")
+            + (lora if "adapter_config.json" in sizes else "")
         )
     model.note(commit, [name for name in BESIDE if name not in sizes])
     folder = model.snapshot(commit)
@@ -211,11 +207,6 @@ def _download(model: HubModel) -> Path:
         )
     _fetch_all(model, commit, {name: sizes[name] for name in [*small, *weights]})
     return folder
-
-
-def _files(info: ModelInfo) -> dict[str, int | None]:
-    """Bytes of every file of the repository, None where the Hub does not say."""
-    return {each.rfilename: each.size for each in info.siblings or ()}
 
 
 def _fetch_all(model: HubModel, commit: str, sizes: Mapping[str, int | None]) -> None:
