@@ -111,14 +111,21 @@ class RunPlan:
         return self.sizes.ram_slots if self.machine.shares_ram else self.sizes.device_slots
 
     @property
+    def _all_experts_fit(self) -> bool:
+        slots = self.sizes.expert_ram_slots if self.machine.shares_ram else self.sizes.expert_device_slots
+        experts = self.work.model.experts
+        return experts is None or slots >= len(experts.granules)
+
+    @property
     def states_bytes(self) -> int:
         """Gradients and moments of what is trained, and the numbers themselves where they are not there yet."""
         numbers = _NUMBER_BYTES if self.machine.flight is None else 0
         return (numbers + _GRADIENT_BYTES + _MOMENT_BYTES) * self.work.trained_numbers
 
     def _scheduler(self, activation_bytes: int) -> Scheduler:
-        # One slot more, for what comes next.
-        holds_layer = self.near_slots > self.work.model.layout.largest_layer
+        # One slot more, for what comes next. Experts are read again for every group that passes a layer.
+        model = self.work.model
+        holds_layer = self.near_slots > model.layout.largest_layer and self._all_experts_fit
         return Scheduler(
             self.work.costs, activation_bytes, self._config.gradient_checkpointing, holds_layer, lower_tier=True
         )
@@ -285,6 +292,6 @@ def _allocated(work: Workload, activation_bytes: int, tokens: int, kept_share: f
 
 def _scratch_bytes(model: StreamedModel, tokens: int) -> int:
     """What kernels keep for products of so many columns."""
-    rows, columns = model.layout.largest_block
+    rows, columns = model.largest_block
     packed, gradients = min(_MOST_PACKED_BYTES, 4 * columns * tokens), min(_MOST_SCRATCH_BYTES, 4 * rows * tokens)
     return packed + gradients + _KEPT_BYTES

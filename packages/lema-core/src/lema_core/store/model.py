@@ -49,6 +49,13 @@ class StreamedModel:
         return found if found is not None or self.experts is None else self.experts.parts[name]
 
     @property
+    def largest_block(self) -> tuple[int, int]:
+        """The most rows and the most columns that one part of a matrix has."""
+        layouts = [self.layout] if self.experts is None else [self.layout, self.experts]
+        rows, columns = zip(*(layout.largest_block for layout in layouts), strict=True)
+        return max(rows), max(columns)
+
+    @property
     def matrix_dtype(self) -> torch.dtype:
         """What the products' weights are stored as; norms and biases may differ."""
         return next(parts[0].dtype for parts in self.layout.parts.values() if len(parts[0].shape) == 2)
