@@ -28,6 +28,7 @@ from lema_train.data import (
     make_batch,
     split_dataset,
     total_supervised_tokens,
+    typical_micro_batch,
     write_demo,
 )
 
@@ -214,3 +215,17 @@ def test_demo_rows_are_right_seeded_and_held_out_dates_are_apart(
     loaded = [load_samples(path, make_tokenizer(), 200, 128) for path in paths]
     assert [len(part) for part in loaded] == [20, 5]
     assert loaded[1][0].answer_text in answers(demo_rows(5, held_out=True))
+
+
+def test_a_typical_micro_batch_is_the_mean_of_an_epoch() -> None:
+    """Rows as they are padded, targets as they are trained."""
+    rows = dataset([4, 4, 10, 10, 6, 6])
+    plan = BatchPlan(rows.lengths, batch_size=2, seed=3)
+    padded = [max(rows.lengths[i] for i in one) for step in range(3) for one in plan.micro_batches(step)]
+    # A row of n tokens has n - 1 targets: 3 + 3 + 9 + 9 + 5 + 5 in 3 micro-batches.
+    assert typical_micro_batch(rows, plan) == (round(sum(padded) / 3), round(34 / 3))
+
+
+def test_a_typical_micro_batch_of_rows_without_targets_has_one() -> None:
+    rows = Dataset([Sample([1, 2, 3], [IGNORED] * 3, 1)], Report(Path("rows.jsonl")))
+    assert typical_micro_batch(rows, BatchPlan(rows.lengths, batch_size=4)) == (3, 1)

@@ -112,7 +112,7 @@ def test_rows_say_how_long_a_step_is(
     rows = make_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(5, 5 + n))} for n in (4, 9, 6)])
     out = io.StringIO()
     print_plan(config(train_file=str(rows), hardware="h200"), out)
-    assert "1 x 1 rows of 9 tokens" in out.getvalue()
+    assert "1 x 1 rows of 6 tokens and 5 targets in the mean; memory is for rows of 9" in out.getvalue()
     before = set(tmp_path.iterdir())
     print_plan(config(train_file="demo", hardware="h200", max_seq_length=256), out)
     assert set(tmp_path.iterdir()) == before, "the demo's rows are not left behind"

@@ -84,6 +84,7 @@ class LemaModel:
         self._tokenizer: Tokenizer | None = None
         self._flight: FlightCheck | None = None
         self._longest = config.max_seq_length
+        self._typical: tuple[int, int] | None = None
 
     # -- LoRA weights
 
@@ -327,10 +328,12 @@ class LemaModel:
         """What the windows and activations were given, and why; None before the first computation."""
         return None if self.run_plan is None else self.run_plan.budget
 
-    def expect_tokens(self, longest: int) -> None:
+    def expect_tokens(self, longest: int, typical: tuple[int, int] | None = None) -> None:
         """Rows will have at most so many tokens: less is set aside for activations than ``max_seq_length`` would
-        need."""
+        need. ``typical``: tokens of a row and targets of a micro-batch in the mean, which a step's time is predicted
+        for; None: all rows are the longest, and every token has a target."""
         self._longest = min(longest, self.config.max_seq_length)
+        self._typical = typical
 
     def flight_check(self, refresh: bool = False, say: Callable[[str], None] = lambda text: None) -> FlightCheck:
         """What this machine does with this model's file and kernel, measured once (about two seconds) and kept;
@@ -380,24 +383,28 @@ class LemaModel:
             kernels = self._new_kernels()
             rehearsal = Rehearsal(self.adapter, self._model, updates, dtype, kernels, self._device)
             window_bytes = run.near_slots * self._model.layout.slot_bytes
-            return rehearsal.pace(work.costs, work.shape, run.schedule, machine.rates, window_bytes)
+            return rehearsal.pace(work.costs, work.typical, run.schedule, machine.rates, window_bytes)
 
-        steps = f"{type(self.adapter).__name__} {work.costs.looks(work.shape)}"
+        steps = f"{type(self.adapter).__name__} {work.costs.looks(work.typical)}"
         flight = paced(machine.flight, steps, rehearse)
         return replace(machine, rates=flight.hardware, flight=flight)
 
     def _workload(self, dtype: torch.dtype, kernels: Kernels) -> Workload:
         c = self.config
         updates = self.lora.updates() if self.lora is not None else {}
-        shape = None
+        shape = typical = None
         if self.lora is not None:
             rows, tokens = c.batch_size, self._longest
             one = MicroBatch(rows, tokens, rows * (tokens - 1), self.adapter.masks(tokens))
             first_layer = self.lora.first_layer(self.adapter.n_layers)
-            shape = StepShape((one,) * c.gradient_accumulation_steps, first_layer)
+            shape = typical = StepShape((one,) * c.gradient_accumulation_steps, first_layer)
+            if self._typical is not None:
+                tokens, targets = self._typical
+                one = MicroBatch(rows, tokens, targets, self.adapter.masks(tokens))
+                typical = StepShape((one,) * c.gradient_accumulation_steps, first_layer)
         costs = StepCosts(DryRun(self.adapter, self._model, updates, dtype, kernels))
         trained = 0 if self.lora is None else self.lora.num_parameters
-        return Workload(self._model, costs, shape, c.batch_size, self._longest, trained)
+        return Workload(self._model, costs, shape, typical, c.batch_size, self._longest, trained)
 
     def stats(self) -> dict[str, StoreStats]:
         """Bytes now, peak, read and written per kind of stream, and the seconds compute waited."""

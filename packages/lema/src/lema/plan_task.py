@@ -21,7 +21,7 @@ from lema_core.planning.curves import picture
 from lema_core.planning.hardware import Hardware, from_mapping, named_hardware
 from lema_core.planning.predict import floor_s, what_next_gb_buys
 from lema_core.store.placement import Tier
-from lema_train.data import write_demo
+from lema_train.data import BatchPlan, typical_micro_batch, write_demo
 
 PLOT_FILE = "plan.png"
 _TIER_NAMES = {"ram": "RAM", "device": "device memory"}
@@ -30,13 +30,13 @@ _TIER_NAMES = {"ram": "RAM", "device": "device memory"}
 def print_plan(config: LemaConfig, out: TextIO) -> None:
     """Write the plan of a run; with ``plot`` draw its step too.
 
-    With ``train_file`` its longest row says how long a step's rows are, otherwise ``max_seq_length``. Raises
-    BudgetError where a run cannot fit.
+    With ``train_file`` its rows say how long those of a step are, otherwise ``max_seq_length``. Raises BudgetError
+    where a run cannot fit.
     """
     with LemaModel(config) as model:
         selected = model.initialize_lora()
         if config.train_file is not None:
-            model.expect_tokens(_longest_row(model, config))
+            model.expect_tokens(*_rows(model, config))
         machine = None if config.hardware is None else named_machine(config, read_hardware(config.hardware))
         run = model.plan(machine)
         print_sections(sections(run, f"{model.folder}: {selected}"), out)
@@ -44,12 +44,15 @@ def print_plan(config: LemaConfig, out: TextIO) -> None:
             print(f"drawn in {draw(run, config)}", file=out)
 
 
-def _longest_row(model: LemaModel, config: LemaConfig) -> int:
+def _rows(model: LemaModel, config: LemaConfig) -> tuple[int, tuple[int, int]]:
+    """Tokens of the longest row, and what a typical micro-batch is."""
     with TemporaryDirectory() as folder:
         path = config.train_file
         if path == "demo":
             path = str(write_demo(Path(folder), seed=config.seed)[0])
-        return max(load_rows(model, config, path).lengths)
+        rows = load_rows(model, config, path)
+        plan = BatchPlan(rows.lengths, config.batch_size, config.gradient_accumulation_steps, config.seed)
+        return max(rows.lengths), typical_micro_batch(rows, plan)
 
 
 def read_hardware(value: str) -> Hardware:
@@ -89,8 +92,11 @@ def sections(run: RunPlan, model: str) -> dict[str, list[Row]]:
 
 
 def _shape(run: RunPlan) -> str:
-    shape = run.work.shape
-    return f"{len(shape.micro_batches)} x {run.work.rows} rows of {run.work.tokens} tokens"
+    one, largest = run.work.typical.micro_batches[0], run.work.shape.micro_batches[0]
+    shape = f"{len(run.work.typical.micro_batches)} x {one.rows} rows of {one.tokens} tokens"
+    if one == largest:
+        return shape
+    return f"{shape} and {one.n_targets} targets in the mean; memory is for rows of {largest.tokens}"
 
 
 def _machine(machine: Machine) -> Iterator[Row]:
@@ -118,7 +124,7 @@ def _memory(memory: TierMemory) -> Iterator[Row]:
 
 
 def _step(run: RunPlan) -> Iterator[Row]:
-    step, tokens = run.prediction, run.work.shape.tokens
+    step, tokens = run.prediction, run.work.typical.tokens
     yield Row("time", f"{_seconds(step.step_s)}, {tokens / step.step_s:,.4g} tokens/s, bound by {step.bound_by}")
     yield Row("compute", f"{_seconds(step.compute_s)}, of which {_seconds(step.memory_s)} beside products")
     yield Row("waiting for weights", _seconds(step.wait_s))
@@ -136,8 +142,8 @@ def _moved(run: RunPlan) -> Iterator[Row]:
     if not run.machine.shares_ram:
         yield Row("weights, RAM to device", format_bytes(step.copied_bytes))
     # Which rows a step needs, and which of them are there already, only its tokens say.
-    yield Row("embedding rows, disk to RAM", f"at most {format_bytes(run.work.shape.tokens * model.row_bytes)}")
-    below = {tier: sum(sizes) for tier, sizes in run.boundaries.items() if sizes and tier is not Tier.DEVICE}
+    yield Row("embedding rows, disk to RAM", f"at most {format_bytes(run.work.typical.tokens * model.row_bytes)}")
+    below = {tier: sum(sizes) for tier, sizes in run.typical_boundaries.items() if sizes and tier is not Tier.DEVICE}
     for tier, nbytes in below.items():
         where = "RAM" if tier is Tier.RAM else "disk"
         yield Row(f"activations, to {where} and back", format_bytes(nbytes))

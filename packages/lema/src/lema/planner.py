@@ -83,12 +83,14 @@ def named_machine(config: LemaConfig, rates: Hardware) -> Machine:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """What is computed: ``costs`` of its pieces, the ``shape`` of its steps (None: nothing is trained), rows and tokens
-    of its largest micro-batch, and how many numbers are trained."""
+    """What is computed: ``costs`` of its pieces, the ``shape`` of its largest steps, which memory is set aside for, and
+    of a ``typical`` one, whose time is predicted (None: nothing is trained), rows and tokens of its largest
+    micro-batch, and how many numbers are trained."""
 
     model: StreamedModel
     costs: StepCosts
     shape: StepShape | None
+    typical: StepShape | None
     rows: int
     tokens: int
     trained_numbers: int
@@ -195,36 +197,45 @@ class RunPlan:
 
     @cached_property
     def schedule(self) -> StepSchedule:
-        """Of a step of the expected shape."""
+        """Of the largest step that is expected."""
         return self.scheduler.choose(self.work.shape)
 
     @cached_property
     def trace(self) -> Trace:
-        """What such a step borrows and computes."""
-        return self.scheduler.trace(self.work.shape, self.schedule)
+        """What a typical step borrows and computes."""
+        return self.scheduler.trace(self.work.typical, self.scheduler.choose(self.work.typical))
 
     @cached_property
     def steady(self) -> SteadyStep:
-        """The plan of such a step, once steps like it went before."""
+        """The plan of a typical step, once steps like it went before."""
         far_slots = None if self.machine.shares_ram else self.sizes.ram_slots
         return steady_step(self.trace, self.near_slots, far_slots, self.prefetch_distance)
 
     @cached_property
     def prediction(self) -> StepPrediction:
-        """Time and traffic of a step of the expected shape, once steps like it went before."""
+        """Time and traffic of a typical step, once steps like it went before."""
         granules = self.work.model.layout.granules
         return predict_step(self.trace, self.steady.plan, granules, self.machine.rates)
 
     @cached_property
     def boundaries(self) -> dict[Tier, list[int]]:
-        """Bytes of the blocks' inputs that such a step keeps for their gradient, by where they lie."""
-        sizes = self.work.costs.boundaries(self.work.shape, self.schedule)
-        tiers = place(sizes, self.schedule.boundary_bytes, 0 if self.machine.shares_ram else None)
+        """Bytes of the blocks' inputs that the largest step keeps for their gradient, by where they lie."""
+        return self._boundaries(self.work.shape)
+
+    @cached_property
+    def typical_boundaries(self) -> dict[Tier, list[int]]:
+        """The same of a typical step."""
+        return self._boundaries(self.work.typical)
+
+    def _boundaries(self, shape: StepShape) -> dict[Tier, list[int]]:
+        schedule = self.scheduler.choose(shape)
+        sizes = self.work.costs.boundaries(shape, schedule)
+        tiers = place(sizes, schedule.boundary_bytes, 0 if self.machine.shares_ram else None)
         return {tier: [n for n, at in zip(sizes, tiers, strict=True) if at is tier] for tier in Tier}
 
     @cached_property
     def activation_bytes(self) -> int:
-        """The most that such a step holds of activations."""
+        """The most that a step holds of activations."""
         return self.work.costs.activation_bytes(self.work.shape, self.schedule)
 
     @property

@@ -46,7 +46,7 @@ def predicted(run: RunPlan) -> dict[str, Any]:
     """For summary.json, under the names that :func:`measured` has. ``ram_peak_bytes`` and ``device_peak_bytes`` are of
     the weights and of blocks' inputs, ``process_peak_bytes`` of all that is in RAM."""
     step, tiers = run.prediction, tier_memory(run)
-    spilled = sum(map(whole_sectors, run.boundaries[Tier.DISK]))
+    spilled = sum(map(whole_sectors, run.typical_boundaries[Tier.DISK]))
     inputs = {tier: sum(sizes) for tier, sizes in run.boundaries.items()}
     return {
         "step_s": step.step_s,

@@ -21,7 +21,16 @@ from lema_core.memory import anonymous_bytes, peak_rss_bytes
 from lema_core.plugins import get_plugin_manager
 from lema_train.atomic import check_free_space, clean_leftovers, write_json
 from lema_train.checkpoint import STATE_FILE, latest_complete
-from lema_train.data import BatchLoader, BatchPlan, Dataset, describe_sample, load_samples, split_dataset, write_demo
+from lema_train.data import (
+    BatchLoader,
+    BatchPlan,
+    Dataset,
+    describe_sample,
+    load_samples,
+    split_dataset,
+    typical_micro_batch,
+    write_demo,
+)
 from lema_train.loop import LoopEvents, LoopOptions, run_training
 from lema_train.trainer import Trainer
 
@@ -40,8 +49,8 @@ def train(config: LemaConfig) -> dict[str, Any]:
         with _opened(config) as model:
             selected = model.initialize_lora()
             train_rows, eval_rows = _datasets(model, config, output_dir)
-            model.expect_tokens(max(train_rows.lengths))
             plan = BatchPlan(train_rows.lengths, config.batch_size, config.gradient_accumulation_steps, config.seed)
+            model.expect_tokens(max(train_rows.lengths), typical_micro_batch(train_rows, plan))
             total_steps = config.max_steps or config.num_epochs * plan.steps_per_epoch
             trainer = model.get_trainer(total_steps=total_steps, say=display.message)
             loader = BatchLoader(train_rows, plan, model.fill_id)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from lema_train.data.batching import Batch, BatchLoader, BatchPlan, make_batch, total_supervised_tokens
+from lema_train.data.batching import (
+    Batch,
+    BatchLoader,
+    BatchPlan,
+    make_batch,
+    total_supervised_tokens,
+    typical_micro_batch,
+)
 from lema_train.data.chat_template import ChatTemplate
 from lema_train.data.demo import demo_rows, write_demo
 from lema_train.data.mask import IGNORED, describe_sample, encode_chat
@@ -28,5 +35,6 @@ __all__ = [
     "make_batch",
     "split_dataset",
     "total_supervised_tokens",
+    "typical_micro_batch",
     "write_demo",
 ]
