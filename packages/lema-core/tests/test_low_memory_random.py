@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ class Node:
     children: list[Node | int] = field(default_factory=list)
 
 
+SCALAR = Held("parameter", (), torch.float32, False, None, False)
 HELD = st.builds(
     Held,
     st.sampled_from(["parameter", "parameter", "buffer", "non-persistent"]),
@@ -53,6 +54,16 @@ TREES = st.recursive(
     LEAVES,
     lambda inner: st.builds(Node, st.lists(HELD, max_size=3), st.lists(inner | st.integers(0, 3), max_size=3)),
     max_leaves=6,
+)
+
+
+#: a module that is visited twice, and between its visits one that has another tensor in the same memory
+OVERLAPPING = Node(
+    [],
+    [
+        Node([], [Node([SCALAR, SCALAR]), Node([SCALAR, replace(SCALAR, shared=0, view=True)])]),
+        0,
+    ],
 )
 
 
@@ -115,7 +126,8 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return one.numel() > 0 and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(tree=OVERLAPPING, untied=True, halved=False)
 @given(tree=TREES, untied=st.booleans(), halved=st.booleans())
 def test_any_module_is_loaded_as_by_load_state_dict(tree: Node, untied: bool, halved: bool, tmp_path: Path) -> None:
     state = Builder(1).build(tree).state_dict()

@@ -63,7 +63,8 @@ class Before:
             target.before = None
 
     def targets(self) -> list[Target]:
-        """What was in the module, beside what is. Of several values for one tensor the last to be copied counts."""
+        """What was in the module, beside what is. Of several values for one tensor the last to be copied counts; in the
+        order of these copies, which matters where tensors share memory."""
         targets: dict[object, Target] = {}
         seen: set[tuple[nn.Module, str]] = set()
         for prefix, module in self._model.named_modules(remove_duplicate=False):
@@ -77,6 +78,7 @@ class Before:
                     target.slots.append((module, name))
                 if value is not before and value is not None:
                     target.value = value.detach()
+                    targets[key] = targets.pop(key)
         return list(targets.values())
 
 
