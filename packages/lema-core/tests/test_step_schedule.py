@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lema_core.device import CpuDevice
+from lema_core.errors import BudgetError
 from lema_core.runtime.piece_run import Level
 from lema_core.runtime.schedule import ENOUGH_TOKENS, MicroBatch, Scheduler, StepCosts, StepSchedule, StepShape
 from lema_core.testing.toy import ToyConfig, linear_names, open_toy, toy_updates, write_toy
@@ -30,8 +31,9 @@ def shape(*sizes: tuple[int, int], first_layer: int = 0) -> StepShape:
     return StepShape(tuple(MicroBatch(rows, tokens, rows * (tokens - 1)) for rows, tokens in sizes), first_layer)
 
 
-def held(costs: StepCosts, scheduler: Scheduler, step: StepShape) -> int:
-    return costs.activation_bytes(step, scheduler.choose(step))
+def least_of(costs: StepCosts, step: StepShape, scheduler: Scheduler) -> StepSchedule:
+    """Of all that it may choose, the one that holds least."""
+    return min(scheduler.ways(step), key=lambda way: costs.activation_bytes(step, way))
 
 
 micro_batches = st.builds(
@@ -101,7 +103,7 @@ def test_products_are_kept_before_graphs_and_from_the_last_layer_on(costs: StepC
     assert len(Scheduler(costs).choices(shape((1, 50), first_layer=4), ((0,),))) == 1, "only the head is trained"
 
 
-@pytest.mark.parametrize("limit", [None, 0, 1 << 40])
+@pytest.mark.parametrize("limit", [None, 1 << 40])
 def test_recomputation_is_forced_whatever_the_memory(costs: StepCosts, limit: int | None) -> None:
     step = shape((1, 300), (1, 300))
     kept = Scheduler(costs, limit, recompute=False).choose(step)
@@ -126,7 +128,7 @@ def test_where_a_layer_does_not_stay_all_pass_it_together(costs: StepCosts) -> N
     step = shape(*[(1, 200)] * 8)
     scheduler = Scheduler(costs, window_holds_layer=False)
     assert scheduler.choose(step).groups == (tuple(range(8)),)
-    least = held(costs, Scheduler(costs, 0, window_holds_layer=False), step)
+    least = costs.activation_bytes(step, least_of(costs, step, Scheduler(costs, window_holds_layer=False)))
     together = costs.activation_bytes(step, Scheduler(costs, None, True, False).choose(step))
     assert least < together
     fewer = Scheduler(costs, together - 1, window_holds_layer=False).choose(step)
@@ -135,7 +137,7 @@ def test_where_a_layer_does_not_stay_all_pass_it_together(costs: StepCosts) -> N
 
 def test_blocks_inputs_go_down_only_where_nothing_else_fits(costs: StepCosts) -> None:
     step = shape((1, 200), (1, 200), (1, 150))
-    here = Scheduler(costs, 0).choose(step)
+    here = least_of(costs, step, Scheduler(costs))
     least_here = costs.activation_bytes(step, here)
     assert here.groups == ((0,), (1,), (2,)) and set(here.levels) == {R}, "the one that holds least"
     assert Scheduler(costs, least_here, lower_tier=True).choose(step) == here
@@ -148,7 +150,18 @@ def test_blocks_inputs_go_down_only_where_nothing_else_fits(costs: StepCosts) ->
         chosen = Scheduler(costs, limit, lower_tier=True).choose(step)
         assert costs.activation_bytes(step, chosen) <= limit
         assert lowest.boundary_bytes <= chosen.boundary_bytes < sum(boundaries)
-    assert Scheduler(costs, 0, lower_tier=True).choose(step) == lowest
+    assert Scheduler(costs, least, lower_tier=True).choose(step) == lowest
+
+
+@pytest.mark.parametrize("lower_tier", [False, True])
+def test_what_fits_in_no_way_is_refused(costs: StepCosts, lower_tier: bool) -> None:
+    step = shape((1, 200), (1, 150))
+    least = costs.activation_bytes(step, least_of(costs, step, Scheduler(costs, lower_tier=lower_tier)))
+    assert costs.activation_bytes(step, Scheduler(costs, least, lower_tier=lower_tier).choose(step)) == least
+    with pytest.raises(
+        BudgetError, match=rf"rows of 200 tokens needs 7 bytes .* the {least - 7:,} that were set aside"
+    ):
+        Scheduler(costs, least - 7, lower_tier=lower_tier).choose(step)
 
 
 def test_a_schedule_says_what_it_does(costs: StepCosts) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lema_core.errors import BudgetError
 from lema_core.memory import format_bytes
 from lema_core.runtime.dry_run import DryRun, Packing, Piece
 from lema_core.runtime.head_loss import chunk_tokens, cut_head, cut_tokens
@@ -287,16 +288,22 @@ class Scheduler:
         self.trace = lru_cache(maxsize=64)(costs.trace)
 
     def _choose(self, shape: StepShape) -> StepSchedule:
-        """The schedule of a step: the largest useful groups that fit, then as little recomputation as fits."""
+        """The schedule of a step: the largest useful groups that fit, then as little recomputation as fits. Raises
+        BudgetError where none fits."""
         for groups in self._groupings(shape):
             choices = self.choices(shape, groups)
             if self._fits(shape, choices[0]):
                 break
         else:
-            least = self.least(shape, choices[0])
+            least = self.least(shape, choices[0]) if self._lower_tier else choices[0]
             beyond = self.costs.activation_bytes(shape, least) - self._limit
-            if not self._lower_tier or beyond >= 0:
-                return least if self._lower_tier else choices[0]
+            if beyond > 0:
+                longest = max(one.tokens for one in shape.micro_batches)
+                raise BudgetError(
+                    f"a step with rows of {longest} tokens needs {math.ceil(beyond):,} bytes of activations more than "
+                    f"the {self._limit:,} that were set aside for it; shorten its rows or lower batch_size, or raise "
+                    "max_seq_length, which memory is shared out for"
+                )
             return replace(least, boundary_bytes=least.boundary_bytes + math.floor(-beyond))
         fitting = bisect_left(choices, True, key=lambda schedule: not self._fits(shape, schedule))
         return choices[max(0, fitting - 1)]
