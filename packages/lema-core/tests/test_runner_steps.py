@@ -329,3 +329,21 @@ def test_new_tokens_on_a_warm_cache_see_all_that_came_before(toy) -> None:
                 logits = runner.next_logits(new, cache)
                 torch.testing.assert_close(logits, want[:, done - 1], rtol=1e-4, atol=1e-5)
             assert cache.length == 20
+
+
+def test_more_tokens_than_positions_are_refused_before_anything_is_computed(toy) -> None:
+    """Learned positions end somewhere; the last token that is generated needs none."""
+    runner = opened(toy)
+    limit = runner.adapter.max_positions
+    for tokens in (limit, limit + 1):
+        batch = TokenBatch.of(torch.ones(1, tokens, dtype=torch.int64), labels=torch.ones(1, tokens, dtype=torch.int64))
+        for compute in (runner.logits, runner.loss):
+            if tokens == limit:
+                compute(batch)
+            else:
+                with pytest.raises(DataError, match=f"{tokens} tokens is wanted, the model has {limit} positions"):
+                    compute(batch)
+    assert len(generate_greedy(runner, [[1] * (limit - 2)], 3)[0]) == 3
+    with pytest.raises(DataError, match="lower max_new_tokens"):
+        generate_greedy(runner, [[1] * (limit - 2)], 4)
+    runner.close()

@@ -24,13 +24,16 @@ def generate_greedy(
     """New ids of each prompt, the stop id included; ``on_token(row, id)`` is told of each as it comes.
 
     Prompts of unequal length are padded on the left. A row that stopped is carried along until all have. Raises
-    DataError for an empty prompt or an id outside the vocabulary, BudgetError when the cache cannot fit.
+    DataError for an empty prompt, an id outside the vocabulary or more tokens than positions, BudgetError when the
+    cache cannot fit.
     """
     if not prompts:
         return []
     if any(len(prompt) == 0 for prompt in prompts):
         raise DataError("a prompt has no tokens; give at least one (the tokenizer's BOS, say)")
     longest = max(len(prompt) for prompt in prompts)
+    # The last new token is not looked at any more.
+    runner.check_length(longest + max(0, max_new_tokens - 1), "shorten the prompt or lower max_new_tokens")
     ids_BT = torch.zeros(len(prompts), longest, dtype=torch.int64)
     valid_BS = torch.zeros(len(prompts), longest, dtype=torch.bool)
     for row, prompt in enumerate(prompts):

@@ -269,6 +269,7 @@ class ModelRunner:
         """Summed negative log-likelihood (nats) and the number of targets, without gradients or dropout."""
         if batch.n_targets == 0:
             return 0.0, 0
+        self.check_length(batch.input_ids.shape[1], "shorten it")
         with self._forward_step(batch, cut_tokens(batch.n_targets, self.adapter.vocab_size)):
             x_NC = self._hidden(batch, self._context(batch)).flatten(0, 1)
             supervised = tuple(t.to(x_NC.device) for t in batch.supervised)
@@ -276,7 +277,8 @@ class ModelRunner:
 
     @torch.no_grad()
     def logits(self, batch: TokenBatch) -> Tensor:
-        """fp32 [B, T, V] on the CPU, without dropout."""
+        """fp32 [B, T, V] on the CPU, without dropout. Raises DataError for more tokens than positions."""
+        self.check_length(batch.input_ids.shape[1], "shorten it")
         with self._forward_step(batch, cut_tokens(batch.input_ids.numel(), self.adapter.vocab_size)):
             return self._project(self._hidden(batch, self._context(batch)))
 
@@ -304,6 +306,12 @@ class ModelRunner:
         for layer in range(self.adapter.n_layers):
             x_BTC = self.adapter.block(self._ops, layer, x_BTC, ctx)
         return x_BTC
+
+    def check_length(self, tokens: int, way_out: str) -> None:
+        """Raises DataError where the model has fewer positions than a row of so many tokens needs."""
+        limit = self.adapter.max_positions
+        if self.adapter.hard_max_positions and tokens > limit:
+            raise DataError(f"a row of {tokens} tokens is wanted, the model has {limit} positions; {way_out}")
 
     def _context(self, batch: TokenBatch, cache: KVCache | None = None) -> ForwardContext:
         n_queries = batch.input_ids.shape[1]
