@@ -30,4 +30,5 @@ class TestLfm2Moe(ExpertAdapterSuite):
         "untied": {"tie_word_embeddings": False, "num_experts_per_tok": 2},
         "no bias": {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
     }
+    slow = frozenset({"untied", "no bias"})
     buffers = {"model.rotary_emb.inv_freq": (6,)}

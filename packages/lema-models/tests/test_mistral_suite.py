@@ -46,6 +46,7 @@ class TestMistral(AdapterSuite):
             "rope_parameters": YARN,
         },
     }
+    slow = frozenset({"no window", "two keys", "wide window"})
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}
 
 

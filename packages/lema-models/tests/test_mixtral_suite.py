@@ -37,6 +37,7 @@ class TestMixtral(ExpertAdapterSuite):
         "odd heads": {"head_dim": 20, "num_attention_heads": 3, "num_key_value_heads": 1, "num_local_experts": 2},
         "balanced": {"output_router_logits": True, "router_aux_loss_coef": 0.7},
     }
+    slow = frozenset({"untied", "tied", "odd heads"})
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": (6,)}
 
     def oracle_loss(self, model: Any, batches: Sequence[TokenBatch], logits_BTV: Sequence[Tensor]) -> Tensor:
@@ -64,4 +65,4 @@ def test_the_auxiliary_loss_of_even_routers_is_one_per_choice() -> None:
     for _ in range(2):
         balance.count(Pass(segments), torch.zeros(6, 3), picked_Nk)
     assert abs(balance.loss() - 0.5 * 2) < 1e-6
-    assert balance.gradient(torch.zeros(6, 3)).abs().max() < 1e-9
+    assert balance.gradient(torch.zeros(6, 3)).abs().max() < 1e-6

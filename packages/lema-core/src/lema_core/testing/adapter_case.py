@@ -43,7 +43,7 @@ class AdapterCase:
     ``hf_config``: fields of a small ``config.json``, ``model_type`` among them, without dropout, for 40 tokens or
     more. ``variants``: what each changes. ``dropout``: fields that turn the model's own dropout on, if it has any.
     ``buffers``: names and shapes of tensors that files may have and ``adapter.ignored`` covers, one at least for each
-    pattern.
+    pattern. ``slow``: variants whose tests are marked so.
     """
 
     adapter: ClassVar[type[ModelAdapter]]
@@ -51,6 +51,7 @@ class AdapterCase:
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"plain": {}}
     dropout: ClassVar[Mapping[str, Any]] = {}
     buffers: ClassVar[Mapping[str, tuple[int, ...]]] = {}
+    slow: ClassVar[frozenset[str]] = frozenset()
 
     # -- what an architecture with tensors of its own kind overrides
 
@@ -91,6 +92,10 @@ class AdapterCase:
             if f"{key}.lora_A.weight" in tensors
         }
 
+    def oracle_logits(self, model: Any, batch: TokenBatch) -> Tensor:
+        """[B, T, V] by transformers' ``model``; what stands at padding is not looked at."""
+        return theirs.logits(model, batch)
+
     def oracle_loss(self, model: Any, batches: Sequence[TokenBatch], logits_BTV: Sequence[Tensor]) -> Tensor:
         """The loss of a step, from the logits of its ``batches`` by transformers' ``model``: the mean over all targets,
         unless the architecture adds something."""
@@ -100,7 +105,9 @@ class AdapterCase:
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         if "variant" in metafunc.fixturenames:
-            metafunc.parametrize("variant", list(self.variants))
+            pytest = theirs.oracle("pytest")
+            marks = {name: (pytest.mark.slow,) if name in self.slow else () for name in self.variants}
+            metafunc.parametrize("variant", [pytest.param(name, marks=marks[name]) for name in self.variants])
         if "dropout_field" in metafunc.fixturenames:
             metafunc.parametrize("dropout_field", list(self.dropout))
 

@@ -151,7 +151,7 @@ class AdapterSuite(AdapterCase):
         for shape in ((1, 1, ""), (2, 9, ""), (3, 13, "left"), (2, 17, "right"), (4, 2, "left")):
             batch = batch_of(shape, runner.adapter.vocab_size)
             with torch.no_grad():
-                expected = theirs.logits(model, batch)
+                expected = self.oracle_logits(model, batch)
             real = batch.attention_mask
             assert_close(f"logits of {shape}", runner.logits(batch)[real], expected[real])
             if batch.n_targets:
@@ -192,7 +192,7 @@ class AdapterSuite(AdapterCase):
     ) -> dict[str, Tensor]:
         """What ``train`` gives, by PEFT. Logits of padding, which nobody reads, are those of ``found``."""
         model.zero_grad()
-        logits_BTV = [theirs.logits(model, batch) for batch in batches]
+        logits_BTV = [self.oracle_logits(model, batch) for batch in batches]
         loss = self.oracle_loss(model, batches, logits_BTV)
         loss.backward()
         gradients = {
@@ -302,7 +302,7 @@ class AdapterSuite(AdapterCase):
             runner = self.open(path)
             batch = batch_of((2, 9, ""), runner.adapter.vocab_size)
             with torch.no_grad():
-                expected = theirs.logits(theirs.load_model(path), batch)
+                expected = self.oracle_logits(theirs.load_model(path), batch)
             assert_close(f"{dtype}: logits", runner.logits(batch), expected)
 
     # -- generation
@@ -355,7 +355,7 @@ class AdapterSuite(AdapterCase):
         model = self.peft(folder, adapter, updates)
         batch = batch_of((2, 9, ""), adapter.vocab_size)
         with torch.no_grad():
-            expected = theirs.logits(model, batch)
+            expected = self.oracle_logits(model, batch)
         assert_close("logits", self.open(folder, updates).logits(batch), expected)
         model.save_pretrained(self.own / "saved", save_embedding_layers=False)
         saved = self.from_peft(adapter, theirs.read_lora(self.own / "saved"))
@@ -375,7 +375,7 @@ class AdapterSuite(AdapterCase):
         expected = self.open(folder, updates).logits(batch)[real]
         assert_close("logits of the merged model", self.open(merged).logits(batch)[real], expected)
         with torch.no_grad():
-            found = theirs.logits(theirs.load_model(merged), batch)
+            found = self.oracle_logits(theirs.load_model(merged), batch)
         assert_close("logits of the merged model in transformers", found[real], expected)
 
 
