@@ -92,7 +92,7 @@ def test_an_option_that_is_not_one(argument: str, said: str, lema: Any, tiny_lla
         ("./no_weights", "no_weights: no *.safetensors in this folder"),
         ("./only_bin", "not read as a pickle runs code; convert once with transformers"),
         ("./file", "file: a file where a model folder is expected"),
-        ("no-such-name", "cannot open model 'no-such-name'"),
+        ("./no-such-name", "no-such-name: no such folder"),
     ],
 )
 def test_a_wrong_path_to_a_model_is_named_without_asking_the_network(ref: str, said: str, lema: Any) -> None:
@@ -105,6 +105,13 @@ def test_a_wrong_path_to_a_model_is_named_without_asking_the_network(ref: str, s
     (lema.cwd / "rows.jsonl").write_text(GOOD)
     error = lema.error(f"model_name_or_path={ref}", "train_file=rows.jsonl", before=NO_NETWORK)
     assert said in error
+
+
+def test_a_name_that_is_not_there_offline(lema: Any) -> None:
+    (lema.cwd / "rows.jsonl").write_text(GOOD)
+    offline = f"import os; os.environ['HF_HUB_OFFLINE'] = '1'\n{NO_NETWORK}"
+    error = lema.error("model_name_or_path=no-such-name", "train_file=rows.jsonl", before=offline)
+    assert "no-such-name" in error and "HF_HUB_OFFLINE" in error
 
 
 def test_a_whole_run_asks_no_network(lema: Any, tiny_llama: Path) -> None:
