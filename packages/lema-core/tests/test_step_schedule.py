@@ -158,9 +158,7 @@ def test_what_fits_in_no_way_is_refused(costs: StepCosts, lower_tier: bool) -> N
     step = shape((1, 200), (1, 150))
     least = costs.activation_bytes(step, least_of(costs, step, Scheduler(costs, lower_tier=lower_tier)))
     assert costs.activation_bytes(step, Scheduler(costs, least, lower_tier=lower_tier).choose(step)) == least
-    with pytest.raises(
-        BudgetError, match=rf"200 tokens needs 7 bytes .* {least - 7:,} that were set aside"
-    ):
+    with pytest.raises(BudgetError, match=rf"200 tokens needs 7 bytes .* {least - 7:,} that were set aside"):
         Scheduler(costs, least - 7, lower_tier=lower_tier).choose(step)
 
 

@@ -72,6 +72,8 @@ class ModelAdapter(ABC):
     hard_max_positions: ClassVar[bool] = False
     #: whether PEFT's ``all-linear`` takes routers and experts too
     all_linear_routes: ClassVar[bool] = False
+    #: heads of a layer's attention, where training drops some of its weights
+    dropped_heads: int = 0
     #: sliding windows that its layers give to ``ops.attention``
     windows: tuple[int, ...] = ()
 

@@ -37,6 +37,7 @@ class GPT2Config:
     gelu: str
     scaled: bool
     scaled_by_layer: bool
+    attention_dropout: float
     embedding_dropout: float
     residual_dropout: float
     tied: bool
@@ -47,7 +48,6 @@ class GPT2Config:
         hf = HfConfig(hf_config)
         hf.require("vocab_size", "n_embd", "n_layer", "n_head")
         hf.expect("add_cross_attention", False)
-        hf.not_applied("attn_pdrop")
         hidden, heads = hf.size("n_embd"), hf.size("n_head")
         if hidden % heads:
             raise ConfigError(f"config.json: n_embd={hidden} is not a multiple of n_head={heads}")
@@ -62,6 +62,7 @@ class GPT2Config:
             gelu=_GELU[hf.expect("activation_function", *_GELU)],
             scaled=hf.flag("scale_attn_weights", True),
             scaled_by_layer=hf.flag("scale_attn_by_inverse_layer_idx"),
+            attention_dropout=hf.number("attn_pdrop", 0.1),
             embedding_dropout=hf.number("embd_pdrop", 0.1),
             residual_dropout=hf.number("resid_pdrop", 0.1),
             tied=hf.flag("tie_word_embeddings", True),
@@ -79,6 +80,7 @@ class GPT2Adapter(ModelAdapter):
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
+        self.dropped_heads = config.n_heads if config.attention_dropout else 0
 
     @classmethod
     def from_hf_config(cls, hf_config: Mapping[str, Any]) -> GPT2Adapter:
@@ -143,7 +145,9 @@ class GPT2Adapter(ModelAdapter):
         if ctx.cache is not None:
             k_BHSD, v_BHSD = ctx.cache.append(layer, k_BHSD, v_BHSD)
         scale = (size**-0.5 if c.scaled else 1.0) / (layer + 1 if c.scaled_by_layer else 1)
-        return ops.linear(ops.attention(q_BHTD, k_BHSD, v_BHSD, ctx, scale), f"{prefix}.c_proj")
+        dropout = c.attention_dropout
+        out_BTC = ops.attention(q_BHTD, k_BHSD, v_BHSD, ctx, scale, dropout=dropout, name=prefix)
+        return ops.linear(out_BTC, f"{prefix}.c_proj")
 
     def head(self, ops: StreamedOps, x_NC: Tensor) -> Tensor:
         return ops.linear(ops.layer_norm(x_NC, "transformer.ln_f", self.config.norm_eps), "lm_head")

@@ -6,13 +6,14 @@ multiple of G), D head size. Head h reads key/value head h // (H / G).
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lema_core.ops.context import ForwardContext, Segment
+from lema_core.ops.context import Dropout, ForwardContext, Segment
 
 
 class AttentionKernel(Protocol):
@@ -60,6 +61,33 @@ def attention(
     if ctx.segments:
         return kernel.attend(q_BHTD, k_BHSD, v_BHSD, ctx.segments, scale)
     return scaled_dot_product(q_BHTD, k_BHSD, v_BHSD, ctx.mask_BTS, scale).transpose(1, 2).flatten(2)
+
+
+def dropped_attention(
+    q_1HND: Tensor,
+    k_1GND: Tensor,
+    v_1GND: Tensor,
+    ctx: ForwardContext,
+    scale: float,
+    dropout: Dropout,
+    p: float,
+    name: str,
+) -> Tensor:
+    """:func:`attention` of packed micro-batches that leaves out each of its weights with probability ``p`` (as
+    transformers' eager attention in training); every weight is held. Masks are drawn by ``name``."""
+    parts_HDn = []
+    for segment in ctx.segments:
+        q, k, v = (_rows(x, segment).contiguous() for x in (q_1HND, k_1GND, v_1GND))
+        shared = q.shape[1] // k.shape[1]
+        k, v = (x if shared == 1 else x.repeat_interleave(shared, dim=1) for x in (k, v))
+        seen_BTS = segment.mask_BTS
+        if seen_BTS is None:
+            seen_BTS = torch.ones(1, segment.tokens, segment.tokens, dtype=torch.bool, device=q.device).tril()
+        scores_BHTS = (q @ k.transpose(2, 3)).mul(scale).masked_fill(~seen_BTS[:, None], -math.inf)
+        weights_BHTS = torch.softmax(scores_BHTS, dim=-1)
+        weights_BHTS = weights_BHTS * dropout.mask_of(name, segment, torch.empty_like(weights_BHTS), p)
+        parts_HDn.append((weights_BHTS @ v).permute(1, 3, 0, 2).flatten(2))
+    return torch.cat(parts_HDn, dim=2).flatten(0, 1).t()[None]
 
 
 def scaled_dot_product(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, mask_BTS: Tensor | None, scale: float) -> Tensor:

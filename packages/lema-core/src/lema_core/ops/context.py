@@ -42,12 +42,16 @@ class Dropout:
 
     def mask(self, name: str, x_KN: Tensor, p: float) -> Tensor:
         """0 with probability p, else 1 / (1 - p); shape, dtype and device of ``x_KN``."""
-        masks = []
-        for segment in self.segments:
-            mask_Kn = torch.empty(len(x_KN), segment.stop - segment.start, dtype=x_KN.dtype, device=x_KN.device)
-            generator = self._generator(name, segment.micro_batch, x_KN.device)
-            masks.append(mask_Kn.bernoulli_(1 - p, generator=generator).div_(1 - p))
+        masks = [
+            self.mask_of(name, segment, x_KN.new_empty(len(x_KN), segment.stop - segment.start), p)
+            for segment in self.segments
+        ]
         return masks[0] if len(masks) == 1 else torch.cat(masks, dim=1)
+
+    def mask_of(self, name: str, segment: Segment, out: Tensor, p: float) -> Tensor:
+        """``out``, filled with the mask of one micro-batch."""
+        generator = self._generator(name, segment.micro_batch, out.device)
+        return out.bernoulli_(1 - p, generator=generator).div_(1 - p)
 
     def _generator(self, name: str, micro_batch: int, device: torch.device) -> torch.Generator:
         text = f"{self.seed}/{self.step}/{micro_batch}/{name}".encode()

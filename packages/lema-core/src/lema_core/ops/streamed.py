@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema_core.ops.attention import attention
+from lema_core.ops.attention import attention, dropped_attention
 from lema_core.ops.context import Dropout, ForwardContext, Segment
 from lema_core.ops.conv import short_conv
 from lema_core.ops.elementwise import gelu, layer_norm, rms_norm, rotary, silu_product
@@ -152,11 +152,17 @@ class StreamedOps:
         ctx: ForwardContext,
         scale: float,
         window: int | None = None,
+        dropout: float = 0.0,
+        name: str = "",
     ) -> Tensor:
         """Causal softmax attention inside each row; query heads are a multiple of key heads. -> [B, T, H * D].
 
-        ``window``: one of the adapter's ``windows``; a query sees so many keys at most, itself included.
+        ``window``: one of the adapter's ``windows``; a query sees so many keys at most, itself included. ``dropout``:
+        of its weights in training, drawn by ``name``; the adapter says so in ``dropped_heads``.
         """
+        if dropout and self.now.dropout is not None:
+            q, k, v = q_BHTD, k_BHSD, v_BHSD
+            return dropped_attention(q, k, v, ctx.seen(window), scale, self.now.dropout, dropout, f"{name}.weights")
         return attention(self.kernels.attention, q_BHTD, k_BHSD, v_BHSD, ctx, scale, window)
 
     def conv(self, x_BTC: Tensor, module: str, ctx: ForwardContext, layer: int) -> Tensor:

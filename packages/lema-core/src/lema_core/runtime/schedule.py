@@ -54,9 +54,14 @@ class MicroBatch:
         return self.rows * self.tokens
 
     @property
+    def pairs(self) -> int:
+        """Of a token and one of its row."""
+        return self.rows * self.tokens**2
+
+    @property
     def mask_numel(self) -> int:
         """Of one mask."""
-        return self.rows * self.tokens**2 if self.masked else 0
+        return self.pairs if self.masked else 0
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,7 @@ class StepCosts:
         computes."""
         dry, n_layers = self._dry, self.n_layers
         groups = [(i, _group_size(shape, group)[0], _packing(shape, group)) for i, group in enumerate(schedule.groups)]
-        masks = [self._mask_bytes(shape, group) for group in schedule.groups]
+        pairs = [self._pair_bytes(shape, group) for group in schedule.groups]
         most = math.inf if schedule.boundary_bytes is None else schedule.boundary_bytes
         # What a group carries from block to block: its activations, later their gradient.
         carried = sum(dry.boundary.at(n) for _, n, _ in groups)
@@ -210,9 +215,9 @@ class StepCosts:
             level = schedule.levels[layer]
             for group, n, packing in groups:
                 cost = dry.forward(layer, level, packing).cost
-                added, largest = masks[group]
+                added, largest, working = pairs[group]
                 if level is Level.GRAPH:
-                    largest = added
+                    largest = added + working
                 peak = max(peak, fixed + min(inputs, most) + cost.peak.at(n) + largest)
                 if layer < shape.first_layer:
                     continue
@@ -237,17 +242,26 @@ class StepCosts:
             level = schedule.levels[layer]
             for group, n, packing in groups:
                 cost = dry.backward(layer, level, layer > shape.first_layer, packing).cost
-                again = 0 if level is Level.GRAPH else masks[group][0]
+                added, _, working = pairs[group]
+                again = working + (0 if level is Level.GRAPH else added)
                 peak = max(peak, fixed + min(inputs, most) + cost.peak.at(n) + again)
                 fixed -= kept[layer, group]
                 inputs -= 0 if level is Level.GRAPH else dry.boundary.at(n)
         return math.ceil(peak)
 
-    def _mask_bytes(self, shape: StepShape, group: Sequence[int]) -> tuple[int, int]:
-        """Attention adds its masks to the scores as numbers: their bytes for a group, and for its largest
-        micro-batch."""
-        sizes = [shape.micro_batches[index].mask_numel * self._dry.dtype.itemsize for index in group]
-        return sum(sizes), max(sizes)
+    def _pair_bytes(self, shape: StepShape, group: Sequence[int]) -> tuple[int, int, int]:
+        """Bytes by pairs of tokens that attention makes: those that a graph keeps of a group, and of its largest
+        micro-batch those without a graph and those beside one.
+
+        Masks are added to the scores as numbers. Under dropout probabilities, what is dropped and what is left are
+        kept, and scores come before them.
+        """
+        size, heads = self._dry.dtype.itemsize, self._dry.adapter.dropped_heads
+        members = [shape.micro_batches[index] for index in group]
+        masks = [one.mask_numel * size for one in members]
+        kept = [mask + 3 * heads * one.pairs * size for mask, one in zip(masks, members, strict=True)]
+        working = 3 * heads * max(one.pairs for one in members) * size
+        return sum(kept), max(kept) + working, working
 
     def evaluation_bytes(self, tokens: int, row_tokens: int) -> int:
         """The most bytes that a forward pass without gradients holds at once."""

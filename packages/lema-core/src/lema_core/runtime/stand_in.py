@@ -114,19 +114,13 @@ class StandInKernel(LinearKernel):
 
 class CountingOps(StreamedOps):
     def attention(
-        self,
-        q_BHTD: Tensor,
-        k_BHSD: Tensor,
-        v_BHSD: Tensor,
-        ctx: ForwardContext,
-        scale: float,
-        window: int | None = None,
+        self, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, ctx: ForwardContext, scale: float, *how: Any, **more: Any
     ) -> Tensor:
         # Two products of T x T / 2 numbers; the gradient's five are counted with the forward pass's two where the
         # pass records a graph.
         times = 7 if torch.is_grad_enabled() else 2
         self.weights.step.pair_flops += times * q_BHTD.shape[1] * q_BHTD.shape[3]
-        return super().attention(q_BHTD, k_BHSD, v_BHSD, ctx, scale, window)
+        return super().attention(q_BHTD, k_BHSD, v_BHSD, ctx, scale, *how, **more)
 
 
 class ByteCounter(TorchDispatchMode):
