@@ -149,14 +149,15 @@ class ByteCounter(TorchDispatchMode):
         known = {tensor.untyped_storage()._cdata for tensor in given}
         result = func(*args, **(kwargs or {}))
         made = list(tensors_in(result))
-        self._drop_dead()
-        before = len(self._alive)
-        for tensor in made:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known and storage._cdata not in self._alive:
-                self._alive[storage._cdata] = storage._weak_ref(), storage.nbytes()
-        if len(self._alive) > before:
-            self.alive_bytes.append(self._bytes_alive() - self._bytes_before)
+        fresh = [storage for storage in (t.untyped_storage() for t in made) if storage._cdata not in known]
+        if fresh:
+            self._drop_dead()
+            before = len(self._alive)
+            for storage in fresh:
+                if storage._cdata not in self._alive:
+                    self._alive[storage._cdata] = storage._weak_ref(), storage.nbytes()
+            if len(self._alive) > before:
+                self.alive_bytes.append(self._bytes_alive() - self._bytes_before)
         self._weights.step.operations += 1
         if not func.is_view:
             self._weights.step.touched_bytes += sum(map(nbytes_of, (*given, *made)))
