@@ -35,6 +35,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1}
     | {"moe_intermediate_size": 48},
 }
+#: the two that differ most from Llama run with every test, the others are slow
+TYPES = [t if t in ("gpt2", "mixtral") else pytest.param(t, marks=pytest.mark.slow) for t in MODELS]
 #: what the width of the feed-forward part is called
 WIDTH = {"gpt2": "n_inner", "lfm2_moe": "moe_intermediate_size"}
 LAYERS_FIELD = {"gpt2": "n_layer"}
@@ -111,7 +113,7 @@ def gradients(model: LemaModel, ids: Tensor, mask: Tensor | None = None) -> tupl
     return loss, kept
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_b19_b20_chunks_of_the_cache_and_cached_generation(model_type: str, models: Models) -> None:
     """Greedy 40 tokens from one token and from six: cached ids equal transformers', whatever the cache's chunks."""
     folder = models.folder(model_type)
@@ -128,7 +130,7 @@ def test_b19_b20_chunks_of_the_cache_and_cached_generation(model_type: str, mode
         model.generate_ids([[]], 3)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_b21_padding(model_type: str, models: Models) -> None:
     """Prompts of 3 and 9 tokens generate what each does alone; six padded places leave the loss and gradients alone."""
     model = models.trained(models.folder(model_type))
@@ -145,7 +147,7 @@ def test_b21_padding(model_type: str, models: Models) -> None:
             assert (found[name] - gradient).norm() <= 5e-5 * gradient.norm() + 1e-8, name
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_b29_b55_merging_into_fp16(model_type: str, models: Models, tmp_path: Path) -> None:
     """One rounding, dtypes and metadata as they were, an index that adds up; fp32 and bf16 are held against PEFT."""
     folder = models.folder(model_type, torch.float16)
@@ -164,7 +166,7 @@ def test_b29_b55_merging_into_fp16(model_type: str, models: Models, tmp_path: Pa
     assert (found - model.logits(ids)).norm() <= 5e-3 * found.norm()
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_b32_foreign_lora_weights(model_type: str, models: Models, tmp_path: Path) -> None:
     """A layer removed, and keys renamed: an error that lists keys, never a partial load."""
     folder = models.folder(model_type)
@@ -198,7 +200,7 @@ def test_b33_an_expert_without_tokens(models: Models) -> None:
     assert changed == set(found) - unused
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_b42_recomputation_redraws_dropout(model_type: str, models: Models) -> None:
     """LoRA dropout 0.5, GPT-2's own too: recomputation on and off give the same losses twice, and so do two runs."""
     changes = {"resid_pdrop": 0.5} if model_type == "gpt2" else {}
@@ -216,7 +218,7 @@ def test_b42_recomputation_redraws_dropout(model_type: str, models: Models) -> N
     assert on == pytest.approx(off, abs=1e-6) and on == again and on[0] != on[1]
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_b50_config_against_shapes(model_type: str, models: Models, tmp_path: Path) -> None:
     """A width off by 8, a layer too few and one too many: one line with both numbers, before a weight is read."""
     folder, width = models.folder(model_type), WIDTH.get(model_type, "intermediate_size")
@@ -242,7 +244,7 @@ def test_b50_config_against_shapes(model_type: str, models: Models, tmp_path: Pa
         assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_b52_ids_outside_the_vocabulary(model_type: str, models: Models) -> None:
     model = models.open(models.folder(model_type))
     for bad in (128, -1):
@@ -261,7 +263,7 @@ def test_b52_learned_positions_end(models: Models) -> None:
     assert len(model.generate_ids([ids_of(1, 62)[0].tolist()], 3, stop_ids=[])[0]) == 3
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_b53_a_padded_vocabulary(model_type: str, models: Models) -> None:
     """Embeddings padded to 192 rows: as transformers computes it."""
     folder = models.folder(model_type)
@@ -276,7 +278,7 @@ def test_b53_a_padded_vocabulary(model_type: str, models: Models) -> None:
     assert found.shape[-1] == 192 and (found - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_b56_fp16_base_with_large_logits(model_type: str, models: Models) -> None:
     """Logits beyond fp16's range: LoRA weights are fp32, the loss is finite, and they learn."""
     folder = models.folder(model_type, torch.float16, tie_word_embeddings=False)

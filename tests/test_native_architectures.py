@@ -31,6 +31,9 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"num_dense_layers": 1, "moe_intermediate_size": 48},
     "qwen3": SIZES | {"head_dim": 24, "tie_word_embeddings": True},
 }
+#: those with operations of their own run with every test, the others are slow
+QUICK = "gpt2", "lfm2", "mixtral"
+TYPES = [t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in MODELS]
 #: rows and tokens, and where the first row is padded
 SHAPES = ((2, 9, ""), (1, 13, ""), (3, 7, "left"), (1, 33, ""))
 APART, TOGETHER = tuple((i,) for i in range(len(SHAPES))), (tuple(range(len(SHAPES))),)
@@ -43,7 +46,7 @@ def native() -> None:
         pytest.skip("; ".join(reasons))
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=TYPES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **MODELS[request.param]))

@@ -75,7 +75,7 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_it_is_what_peft_merges_and_answers_as_the_adapter_did(
     tmp_path: Path, model_type: str, dtype: torch.dtype
 ) -> None:

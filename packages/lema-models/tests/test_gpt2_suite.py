@@ -26,5 +26,5 @@ class TestGPT2(AdapterSuite):
         "scales": {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False, "n_layer": 3},
     }
     dropout = {"attn_pdrop": 0.25, "embd_pdrop": 0.2, "resid_pdrop": 0.3}
-    slow = frozenset({"untied", "scales"})
+    slow = frozenset({"tied", "untied", "scales"})
     buffers = {"transformer.h.0.attn.bias": (1, 1, 64, 64), "transformer.h.1.attn.masked_bias": ()}

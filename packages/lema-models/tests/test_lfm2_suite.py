@@ -33,7 +33,7 @@ class TestLfm2(AdapterSuite):
         "biases": {"conv_bias": True, "conv_L_cache": 4},
         "wide heads": {"head_dim": 20, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     }
-    slow = frozenset({"untied", "adjusted", "wide heads"})
+    slow = frozenset({"tied", "untied", "adjusted", "wide heads"})
     buffers = {"model.rotary_emb.inv_freq": (6,)}
 
     def oracle_logits(self, model: Any, batch: TokenBatch) -> Tensor:

@@ -42,7 +42,7 @@ class TestLlama(AdapterSuite):
         "no groups": {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
         "llama3": {"rope_parameters": LLAMA3},
     }
-    slow = frozenset({"untied", "no groups", "odd heads"})
+    slow = frozenset({"untied", "tied", "odd heads", "no groups", "llama3"})
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}
 
     def test_nothing_below_the_lowest_trained_linear_is_computed_backwards(self) -> None:

@@ -37,7 +37,7 @@ class TestMixtral(ExpertAdapterSuite):
         "odd heads": {"head_dim": 20, "num_attention_heads": 3, "num_key_value_heads": 1, "num_local_experts": 2},
         "balanced": {"output_router_logits": True, "router_aux_loss_coef": 0.7},
     }
-    slow = frozenset({"untied", "tied", "odd heads"})
+    slow = frozenset({"untied", "tied", "odd heads", "balanced"})
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": (6,)}
 
     def oracle_loss(self, model: Any, batches: Sequence[TokenBatch], logits_BTV: Sequence[Tensor]) -> Tensor:

@@ -42,7 +42,7 @@ class TestQwen2(AdapterSuite):
             "layer_types": ["sliding_attention", "full_attention"],
         },
     }
-    slow = frozenset({"tied, yarn", "windows above"})
+    slow = frozenset({"plain", "tied, yarn", "windows above"})
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}
 
 

@@ -25,7 +25,7 @@ class TestQwen3(AdapterSuite):
         "tied, biases": {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 16},
         "windows": {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     }
-    slow = frozenset({"plain"})
+    slow = frozenset({"plain", "tied, biases"})
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}
 
 
