@@ -207,8 +207,9 @@ class BatchLoader:
 def typical_micro_batch(dataset: Dataset, plan: BatchPlan) -> tuple[int, int]:
     """Tokens of each row, padding included, and targets of a micro-batch: means over the first epoch, of targets over
     256 of its rows."""
+    lengths = dataset.lengths
     batches = [rows for step in range(plan.steps_per_epoch) for rows in plan.micro_batches(step)]
-    tokens = round(sum(max(dataset.lengths[i] for i in rows) for rows in batches) / len(batches))
+    tokens = round(sum(max(lengths[i] for i in rows) for rows in batches) / len(batches))
     some = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // 256))]
     targets = sum(label != IGNORED for sample in some for label in sample.labels[1:]) / len(some)
     rows_of_one = max(map(len, batches))
