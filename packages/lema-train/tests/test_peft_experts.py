@@ -104,3 +104,14 @@ def test_no_dropout_on_experts() -> None:
     options.lora_dropout = 0.1
     with pytest.raises(ConfigError, match="lora_dropout: 0 expected where experts train"):
         LoraMethod.create(adapter_of("mixtral"), options, torch.device("cpu"))
+
+
+def test_all_linear_without_what_is_excluded(tmp_path: Path) -> None:
+    """A config that still says all-linear, as PEFT's callers write it, beside exclude_modules."""
+    adapter = adapter_of("lfm2_moe")
+    config = PeftConfig(r=2, target_modules="all-linear", exclude_modules=["in_proj"], task_type="CAUSAL_LM")
+    get_peft_model(model_of("lfm2_moe"), config).save_pretrained(tmp_path, save_embedding_layers=False)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(written | {"target_modules": "all-linear"}))
+    modules = {spec.module for spec in load_peft(tmp_path, adapter).modules}
+    assert modules == {spec.module for spec in adapter.all_linear() if not spec.module.endswith("in_proj")}

@@ -50,7 +50,8 @@ class TensorSpec:
 
     @property
     def stack(self) -> str:
-        """What transformers calls the parameter of all experts that this one's module is a slice of."""
+        """The module's path as PEFT's patterns know it: of an expert's, the parameter of all experts that transformers
+        has, of which it is a slice."""
         return self.module.replace(f".experts.{self.expert}.", ".experts.")
 
 

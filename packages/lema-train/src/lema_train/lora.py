@@ -62,15 +62,15 @@ class LoraConfig:
                     f"rank_pattern or alpha_pattern: {key!r} is no regular expression: {error}"
                 ) from error
 
-    def rank_of(self, module: str) -> int:
-        return _by_pattern(self.rank_pattern, module, self.rank)
+    def rank_of(self, spec: TensorSpec) -> int:
+        return _by_pattern(self.rank_pattern, spec.stack, self.rank)
 
-    def alpha_of(self, module: str) -> float:
-        return _by_pattern(self.alpha_pattern, module, self.alpha)
+    def alpha_of(self, spec: TensorSpec) -> float:
+        return _by_pattern(self.alpha_pattern, spec.stack, self.alpha)
 
-    def scale_of(self, module: str) -> float:
-        rank = self.rank_of(module)
-        return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
+    def scale_of(self, spec: TensorSpec) -> float:
+        rank = self.rank_of(spec)
+        return self.alpha_of(spec) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 class LoraWeights:
@@ -106,8 +106,8 @@ class LoraWeights:
         """The record each streamed linear takes, by module; it holds the parameters themselves, not copies."""
         dropout = self.config.dropout
         return {
-            module: LowRankUpdate(lora_A, lora_B, self.config.scale_of(module), dropout)
-            for module, (lora_A, lora_B) in self._pairs.items()
+            spec.module: LowRankUpdate(*self._pairs[spec.module], self.config.scale_of(spec), dropout)
+            for spec in self.modules
         }
 
     def first_layer(self, n_layers: int) -> int:
@@ -137,7 +137,7 @@ class LoraWeights:
 def lora_shapes(config: LoraConfig, spec: TensorSpec) -> tuple[tuple[int, int], tuple[int, int]]:
     """Shapes of ``lora_A`` and ``lora_B`` on the linear layer ``spec`` [out, in]."""
     out_features, in_features = spec.linear_shape
-    rank = config.rank_of(spec.module)
+    rank = config.rank_of(spec)
     return (rank, in_features), (out_features, rank)
 
 
@@ -147,10 +147,8 @@ def count_parameters(config: LoraConfig, modules: Iterable[TensorSpec]) -> int:
 
 
 def _by_pattern(pattern: Mapping[str, int | float], module: str, default: int | float) -> int | float:
-    # What PEFT's patterns know is the stack of all experts.
-    path = re.sub(r"\.experts\.\d+\.", ".experts.", module)
     for key, value in pattern.items():
-        if re.match(rf"(.*\.)?({key})$", path):
+        if re.match(rf"(.*\.)?({key})$", module):
             return value
     return default
 

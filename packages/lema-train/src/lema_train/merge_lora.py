@@ -60,7 +60,7 @@ def _edits(
         edits[name] = [replacement(info)]
     for spec in found.modules:
         lora_A, lora_B = (partial(found.read, f"{spec.module}.{part}") for part in ("lora_A", "lora_B"))
-        scale, first_row = found.config.scale_of(spec.module), 0
+        scale, first_row = found.config.scale_of(spec), 0
         for name in _weights(spec, bound):
             edits[name].append(low_rank_update(lora_A, lora_B, scale, spec.transposed, first_row))
             first_row += matrix_shape(bound[name])[0]

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,7 @@ def save_peft(folder: Path, weights: LoraWeights, adapter: ModelAdapter, base_mo
     tensors = []
     for name, (shape, names, part) in _in_file(weights.config, weights.modules).items():
         pairs = [tuple(parameters[f"{module}.{each}"] for each in _PARTS) for module in names]
-        values = (lambda pairs=pairs, part=part: stacked(pairs, part)) if len(pairs) > 1 else None
-        values = values or (lambda pairs=pairs, part=part: pairs[0][part])
+        values = partial(stacked, pairs, part)
         tensors.append((f"{_PREFIX}{name}.weight", torch.float32, shape, values))
     write_safetensors(folder / WEIGHTS_FILE, tensors)
     write_json(folder / CONFIG_FILE, _config_to_write(weights, adapter, base_model_name_or_path))
@@ -143,10 +142,8 @@ def open_peft(folder: Path, adapter: ModelAdapter, *, whole_weights: bool = Fals
     path = folder / CONFIG_FILE
     _refuse_unsupported(path, config, {"modules_to_save"} if whole_weights else set())
     try:
-        linears = list(adapter.linear_modules())
-        modules = [spec for spec in linears if _peft_chooses(config, spec, adapter)]
-        plain = [spec for spec in modules if not is_parameter(spec)]
-        targets, layers = _compact_targets(plain, [spec for spec in linears if not is_parameter(spec)])
+        modules = _peft_chooses(config, adapter)
+        targets, layers = _compact_targets(_plain(modules), _plain(adapter.linear_modules()))
         lora_config = LoraConfig(
             rank=config["r"],
             alpha=config["lora_alpha"],
@@ -205,8 +202,7 @@ def _read_stack(info: TensorInfo) -> Tensor:
 def _config_to_write(weights: LoraWeights, adapter: ModelAdapter, base: str | None) -> dict[str, Any]:
     config = weights.config
     linears = list(adapter.linear_modules())
-    plain = [spec for spec in weights.modules if not is_parameter(spec)]
-    targets, layers = _compact_targets(plain, [spec for spec in linears if not is_parameter(spec)])
+    targets, layers = _compact_targets(_plain(weights.modules), _plain(linears))
     alpha = int(config.alpha) if float(config.alpha).is_integer() else config.alpha
     revision = None
     if base is not None and not os.path.isabs(base):  # org/name@revision
@@ -259,33 +255,42 @@ def _compact_targets(
     layers = sorted({spec.layer for spec in modules if spec.layer is not None})
     for limit in (None, layers):
         config = {"target_modules": leaves, "layers_to_transform": limit}
-        if {spec.module for spec in linears if _peft_targets(config, spec.module, linears)} == chosen:
+        if {spec.module for spec in linears if _peft_targets(config, spec.module)} == chosen:
             return leaves, limit
     return [spec.module for spec in modules], None
 
 
-def _peft_chooses(config: Mapping[str, Any], spec: TensorSpec, adapter: ModelAdapter) -> bool:
+def _plain(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Those that PEFT reaches through ``target_modules``."""
+    return [spec for spec in specs if not is_parameter(spec)]
+
+
+def _peft_chooses(config: Mapping[str, Any], adapter: ModelAdapter) -> list[TensorSpec]:
+    """The linear layers that PEFT puts LoRA on, in forward order."""
     targets = config["target_modules"]
     if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
-        return any(each.module == spec.module for each in adapter.all_linear())
-    if is_parameter(spec):
-        return targeted(config, spec)
-    return _peft_targets(config, spec.module, [each for each in adapter.linear_modules() if not is_parameter(each)])
+        return [spec for spec in adapter.all_linear() if not _excluded(config, spec.module)]
+    return [
+        spec
+        for spec in adapter.linear_modules()
+        if (targeted(config, spec) if is_parameter(spec) else _peft_targets(config, spec.module))
+    ]
 
 
-def _peft_targets(config: Mapping[str, Any], module: str, linears: Iterable[TensorSpec]) -> bool:
-    """Whether PEFT puts LoRA on ``module`` (``peft.tuners.tuners_utils.check_target_module_exists``)."""
-    exclude = config.get("exclude_modules")
-    if exclude:
-        if isinstance(exclude, str):
-            if re.fullmatch(exclude, module):
-                return False
-        elif any(matches(each, module) for each in exclude):
-            return False
+def _excluded(config: Mapping[str, Any], module: str) -> bool:
+    exclude = config.get("exclude_modules") or ()
+    if isinstance(exclude, str):
+        return re.fullmatch(exclude, module) is not None
+    return any(matches(each, module) for each in exclude)
+
+
+def _peft_targets(config: Mapping[str, Any], module: str) -> bool:
+    """Whether PEFT puts LoRA on ``module`` (``peft.tuners.tuners_utils.check_target_module_exists``), where the targets
+    are names or a pattern."""
+    if _excluded(config, module):
+        return False
     targets = config["target_modules"]
     if isinstance(targets, str):
-        if targets.lower() == ALL_LINEAR:
-            return any(spec.module == module and spec.role != "head" for spec in linears)
         return re.fullmatch(targets, module) is not None
     if module in targets:
         return True

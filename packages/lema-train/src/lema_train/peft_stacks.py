@@ -70,8 +70,10 @@ def compact_parameters(modules: Sequence[TensorSpec], linears: Sequence[TensorSp
 
 
 def stacked(pairs: Sequence[tuple[Tensor, Tensor]], part: int) -> Tensor:
-    """``lora_A`` (part 0) or ``lora_B`` of a stack, from the experts' own."""
+    """``lora_A`` (part 0) or ``lora_B`` of a stack, from the experts' own; of one pair, its own."""
     tensors = [pair[part] for pair in pairs]
+    if len(tensors) == 1:
+        return tensors[0]
     return torch.cat(tensors) if part == 0 else torch.stack(tensors, dim=-1).flatten(1)
 
 
