@@ -17,8 +17,15 @@ from torch.autograd.function import once_differentiable
 
 from lema_core.ops.context import Segment
 from lema_core.ops.elementwise import sum_of_features
-from lema_core.ops.low_rank import LowRankUpdate
-from lema_core.ops.products import add_product, input_gradient, product, small_product, through_B
+from lema_core.ops.products import (
+    add_low_rank_gradients,
+    input_gradient,
+    product,
+    products,
+    small_product,
+    through_A,
+    through_B,
+)
 from lema_core.store.granules import Part
 
 if TYPE_CHECKING:
@@ -104,9 +111,9 @@ class _Experts(torch.autograd.Function):
                     if keep:
                         kept.append(gate_up)
                     del gate_up
-                    out_Cn = _linear(ops, each, each.modules[2], h_Fn)
+                    (out_Cn,) = products(ops, each.one_pass, each.modules[2:], h_Fn, values=True).outputs
                     _add_columns(y_CN, each.tokens, out_Cn.mul_(_scores(scores_Nk, each)))
-        ctx.ops, ctx.routed, ctx.keep = ops, routed, keep and not now.again
+        ctx.ops, ctx.routed, ctx.keep = ops, routed, keep
         ctx.save_for_backward(x_CN, scores_Nk, *(tensor for pair in kept for tensor in pair))
         return y_CN.t()
 
@@ -143,7 +150,7 @@ def _gradients(
     dh_Fn = input_gradient(ops, now, [down], {down: dy_Cn}, {} if da_rn is None else {down: da_rn})
     d_scores_n = sum_of_features(h_Fn * dh_Fn)
     if update is not None:
-        _add_gradients(ops, now, update, h_Fn, dy_Cn * scores_n, da_rn.mul_(scores_n))
+        _add_gradients(ops, now, down, h_Fn, dy_Cn * scores_n, da_rn.mul_(scores_n))
     d_gate_Fn, d_up_Fn = elementwise.silu_product_gradient(dh_Fn.mul_(scores_n), gate_Fn, up_Fn)
     dx_Cn = input_gradient(ops, now, [gate, up], {gate: d_gate_Fn, up: d_up_Fn}, {})
     update = ops.updates.get(each.gate_up)
@@ -152,18 +159,14 @@ def _gradients(
         da_rn = through_B(ops, now, update, d_gate_up)
         a_rC = update.lora_A.detach().to(dx_Cn.dtype)
         ops.kernels.linear.input_gradient(a_rC, da_rn, dx_Cn, False, None, now.columns)
-        _add_gradients(ops, now, update, x_Cn, d_gate_up, da_rn)
+        _add_gradients(ops, now, each.gate_up, x_Cn, d_gate_up, da_rn)
     return dx_Cn, d_scores_n
 
 
-def _add_gradients(
-    ops: StreamedOps, now: Pass, update: LowRankUpdate, x_Kn: Tensor, dy_On: Tensor, da_rn: Tensor
-) -> None:
-    a_rn = small_product(ops, now, update.lora_A.detach().to(x_Kn.dtype), x_Kn, x_Kn)
-    dA_rK, dB_Or = map(update.gradient, update.parameters())
-    for start, stop in now.columns or ((0, x_Kn.shape[1]),):
-        add_product(dB_Or, dy_On[:, start:stop], a_rn[:, start:stop], update.scale)
-        add_product(dA_rK, da_rn[:, start:stop], x_Kn[:, start:stop], 1.0)
+def _add_gradients(ops: StreamedOps, now: Pass, module: str, x_Kn: Tensor, dy_On: Tensor, da_rn: Tensor) -> None:
+    """Of a module's update, whose ``A x`` is computed again."""
+    projected_rn = through_A(ops, now, {module: ops.updates[module]}, x_Kn, x_Kn)
+    add_low_rank_gradients(ops, now, {module: dy_On}, {module: da_rn}, x_Kn, projected_rn)
 
 
 def _gate_up(ops: StreamedOps, each: Routed, x_Cn: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,16 +180,6 @@ def _gate_up(ops: StreamedOps, each: Routed, x_Cn: Tensor) -> tuple[Tensor, Tens
         product(ops, now, module, x, x_Cn, term) for module, term in zip(each.modules[:2], terms, strict=True)
     )
     return gate_Fn, up_Fn
-
-
-def _linear(ops: StreamedOps, each: Routed, module: str, x_Kn: Tensor) -> Tensor:
-    now, update = each.one_pass, ops.updates.get(module)
-    x = ops.kernels.linear.packed(x_Kn, now.columns)
-    term = None
-    if update is not None:
-        a_rn = small_product(ops, now, update.lora_A.detach().to(x_Kn.dtype), x, x_Kn)
-        term = update.lora_B.detach().to(x_Kn.dtype), a_rn, update.scale
-    return product(ops, now, module, x, x_Kn, term)
 
 
 def _parts(ops: StreamedOps, modules: Sequence[str]) -> list[Part]:
