@@ -14,10 +14,9 @@ from torch import Tensor
 from lema_core.adapter import TensorSpec
 from lema_core.blocks.attention import SelfAttention
 from lema_core.blocks.config import HfConfig
-from lema_core.blocks.decoder import Decoder, DecoderConfig
+from lema_core.blocks.decoder import DecoderConfig, PreNormDecoder
 from lema_core.blocks.mlp import GatedMlp
 from lema_core.blocks.short_conv import GatedShortConv
-from lema_core.errors import ConfigError
 from lema_core.ops.context import ForwardContext
 from lema_core.ops.streamed import StreamedOps
 
@@ -55,16 +54,10 @@ class Lfm2Config(DecoderConfig):
 
 
 def _attends(hf: HfConfig, n_layers: int) -> tuple[bool, ...]:
-    kinds = hf.get("layer_types")
+    kinds = hf.layer_types(n_layers, _ATTENTION, _CONV)
     if kinds is None:
         attending = hf.get("full_attn_idxs")
         return tuple(attending is None or layer in attending for layer in range(n_layers))
-    unknown = sorted(set(kinds) - {_ATTENTION, _CONV})
-    if len(kinds) != n_layers or unknown:
-        found = f"{', '.join(map(repr, unknown))} among them" if unknown else f"{len(kinds)} entries"
-        raise ConfigError(
-            f"config.json: layer_types: {n_layers} times {_ATTENTION!r} or {_CONV!r} expected, {found} found"
-        )
     return tuple(kind == _ATTENTION for kind in kinds)
 
 
@@ -80,8 +73,10 @@ def _adjusted_width(hf: HfConfig) -> int:
     return -(-int(hf.number("block_ffn_dim_multiplier", 1.0) * width) // multiple) * multiple
 
 
-class Lfm2Adapter(Decoder):
+class Lfm2Adapter(PreNormDecoder):
     final_norm: ClassVar[str] = "model.embedding_norm"
+    norms: ClassVar[tuple[str, str]] = ("operator_norm", "ffn_norm")
+    feed_forward_name: ClassVar[str] = "feed_forward"
     config: Lfm2Config
 
     def __init__(self, config: Lfm2Config) -> None:
@@ -101,26 +96,12 @@ class Lfm2Adapter(Decoder):
     def cached_layers(self) -> int:
         return sum(self.config.attends)
 
-    def block_tensors(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
-        yield self.norm_tensor(f"{prefix}.operator_norm", layer)
+    def mixing_tensors(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
         if self.config.attends[layer]:
-            yield from self.attention.tensors(f"{prefix}.self_attn", layer)
-        else:
-            yield from self.conv.tensors(f"{prefix}.conv", layer)
-        yield self.norm_tensor(f"{prefix}.ffn_norm", layer)
-        yield from self.feed_forward_tensors(f"{prefix}.feed_forward", layer)
-
-    def feed_forward_tensors(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
-        return self.mlp.tensors(prefix, layer)
-
-    def block(self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
-        prefix = f"model.layers.{layer}"
-        x_BTC = x_BTC + self.mixed(ops, prefix, layer, self.norm(ops, x_BTC, f"{prefix}.operator_norm"), ctx)
-        h_BTC = self.norm(ops, x_BTC, f"{prefix}.ffn_norm")
-        return self.mlp.block_output(ops, f"{prefix}.feed_forward", x_BTC, h_BTC)
+            return super().mixing_tensors(prefix, layer)
+        return self.conv.tensors(f"{prefix}.conv", layer)
 
     def mixed(self, ops: StreamedOps, prefix: str, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
-        """What tokens tell each other."""
         if self.config.attends[layer]:
-            return self.attention(ops, f"{prefix}.self_attn", layer, x_BTC, ctx)
+            return super().mixed(ops, prefix, layer, x_BTC, ctx)
         return self.conv(ops, f"{prefix}.conv", layer, x_BTC, ctx)

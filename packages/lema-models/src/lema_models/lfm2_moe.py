@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lema_core.adapter import TensorSpec
 from lema_core.blocks.config import HfConfig
-from lema_core.blocks.moe import Experts, sigmoid_scores, unfolded_experts
+from lema_core.blocks.moe import Experts, expert_counts, sigmoid_scores, unfolded_experts
 from lema_core.checkpoint.segments import TensorInfo
-from lema_core.errors import ConfigError
 from lema_core.ops.context import ForwardContext
 from lema_core.ops.streamed import StreamedOps
 from lema_models.lfm2 import Lfm2Adapter, Lfm2Config
@@ -39,12 +38,10 @@ class Lfm2MoeConfig(Lfm2Config):
         """Raises ConfigError naming missing fields, or two that contradict each other."""
         hf = HfConfig(hf_config)
         hf.not_applied("output_router_logits")
-        n_experts, n_picked = hf.size("num_experts", 32), hf.size("num_experts_per_tok", 4)
-        if n_picked > n_experts:
-            raise ConfigError(f"config.json: num_experts_per_tok={n_picked} is more than num_experts={n_experts}")
+        n_experts, n_picked = expert_counts(hf, "num_experts", 32, 4)
         return cls(
             **cls.lfm2(hf),
-            n_dense=hf.get("num_dense_layers", 2),
+            n_dense=hf.count("num_dense_layers", 2),
             n_experts=n_experts,
             n_picked=n_picked,
             expert_size=hf.size("moe_intermediate_size", 1792),
@@ -81,13 +78,13 @@ class Lfm2MoeAdapter(Lfm2Adapter):
     def expert_modules(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
         return () if layer < self.config.n_dense else self.experts.modules(f"{prefix}.feed_forward.experts", layer)
 
-    def block(self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
-        if layer < self.config.n_dense:
-            return super().block(ops, layer, x_BTC, ctx)
-        c, prefix = self.config, f"model.layers.{layer}"
-        x_BTC = x_BTC + self.mixed(ops, prefix, layer, self.norm(ops, x_BTC, f"{prefix}.operator_norm"), ctx)
-        h_BTC = self.norm(ops, x_BTC, f"{prefix}.ffn_norm")
-        logits_NE = ops.linear(h_BTC, f"{prefix}.feed_forward.gate").flatten(0, 1)
-        bias_E = ops.vector(f"{prefix}.feed_forward.expert_bias") if c.has_bias else None
+    def feed_forward(
+        self, ops: StreamedOps, prefix: str, layer: int, residual_BTC: Tensor, x_BTC: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        c = self.config
+        if layer < c.n_dense:
+            return super().feed_forward(ops, prefix, layer, residual_BTC, x_BTC, ctx)
+        logits_NE = ops.linear(x_BTC, f"{prefix}.gate").flatten(0, 1)
+        bias_E = ops.vector(f"{prefix}.expert_bias") if c.has_bias else None
         scores_Nk, picked_Nk = sigmoid_scores(logits_NE, c.n_picked, bias_E, c.normalized, c.scale)
-        return x_BTC + self.experts(ops, f"{prefix}.feed_forward.experts", h_BTC, scores_Nk, picked_Nk)
+        return residual_BTC + self.experts(ops, f"{prefix}.experts", x_BTC, scores_Nk, picked_Nk)

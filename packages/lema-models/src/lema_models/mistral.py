@@ -1,23 +1,15 @@
-"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with sliding-window attention.
-
-Shapes: B rows, T tokens, C hidden size.
-"""
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with sliding-window attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from lema_core.adapter import TensorSpec
 from lema_core.blocks.attention import SelfAttention
 from lema_core.blocks.config import HfConfig
-from lema_core.blocks.decoder import Decoder, DecoderConfig
+from lema_core.blocks.decoder import DecoderConfig, PreNormDecoder
 from lema_core.blocks.mlp import GatedMlp
-from lema_core.ops.context import ForwardContext
-from lema_core.ops.streamed import StreamedOps
 
 
 @dataclass(frozen=True)
@@ -36,7 +28,7 @@ class MistralConfig(DecoderConfig):
         return cls(**common, window=hf.optional_size("sliding_window", 4096))
 
 
-class MistralAdapter(Decoder):
+class MistralAdapter(PreNormDecoder):
     config: MistralConfig
 
     def __init__(self, config: MistralConfig) -> None:
@@ -49,15 +41,5 @@ class MistralAdapter(Decoder):
     def from_hf_config(cls, hf_config: Mapping[str, Any]) -> MistralAdapter:
         return cls(MistralConfig.from_hf_config(hf_config))
 
-    def block_tensors(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
-        yield self.norm_tensor(f"{prefix}.input_layernorm", layer)
-        yield from self.attention.tensors(f"{prefix}.self_attn", layer)
-        yield self.norm_tensor(f"{prefix}.post_attention_layernorm", layer)
-        yield from self.mlp.tensors(f"{prefix}.mlp", layer)
-
-    def block(self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
-        prefix = f"model.layers.{layer}"
-        h_BTC = self.norm(ops, x_BTC, f"{prefix}.input_layernorm")
-        x_BTC = x_BTC + self.attention(ops, f"{prefix}.self_attn", layer, h_BTC, ctx, self.config.window)
-        h_BTC = self.norm(ops, x_BTC, f"{prefix}.post_attention_layernorm")
-        return self.mlp.block_output(ops, f"{prefix}.mlp", x_BTC, h_BTC)
+    def window(self, layer: int) -> int | None:
+        return self.config.window

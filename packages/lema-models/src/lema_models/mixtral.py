@@ -14,10 +14,9 @@ from torch import Tensor
 from lema_core.adapter import TensorSpec
 from lema_core.blocks.attention import SelfAttention
 from lema_core.blocks.config import HfConfig
-from lema_core.blocks.decoder import Decoder, DecoderConfig
-from lema_core.blocks.moe import Experts, softmax_scores, unfolded_experts
+from lema_core.blocks.decoder import DecoderConfig, PreNormDecoder
+from lema_core.blocks.moe import Experts, expert_counts, softmax_scores, unfolded_experts
 from lema_core.checkpoint.segments import TensorInfo
-from lema_core.errors import ConfigError
 from lema_core.ops.balance import RouterBalance
 from lema_core.ops.context import ForwardContext
 from lema_core.ops.streamed import StreamedOps
@@ -41,9 +40,7 @@ class MixtralConfig(DecoderConfig):
         """Raises ConfigError naming missing fields, or two that contradict each other."""
         hf = HfConfig(hf_config)
         hf.not_applied("router_jitter_noise")
-        n_experts, n_picked = hf.size("num_local_experts", 8), hf.size("num_experts_per_tok", 2)
-        if n_picked > n_experts:
-            raise ConfigError(f"config.json: num_experts_per_tok={n_picked} is more than num_local_experts={n_experts}")
+        n_experts, n_picked = expert_counts(hf, "num_local_experts", 8, 2)
         return cls(
             **cls.common(hf, max_positions=131_072, n_kv_heads=8, theta=1e6, eps=1e-5),
             window=hf.optional_size("sliding_window"),
@@ -53,7 +50,7 @@ class MixtralConfig(DecoderConfig):
         )
 
 
-class MixtralAdapter(Decoder):
+class MixtralAdapter(PreNormDecoder):
     all_linear_routes: ClassVar[bool] = True
     config: MixtralConfig
 
@@ -79,26 +76,24 @@ class MixtralAdapter(Decoder):
     def extra_loss(self, ctx: ForwardContext) -> float:
         return ctx.shared[_BALANCE].loss() if _BALANCE in ctx.shared else 0.0
 
-    def block_tensors(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
-        yield self.norm_tensor(f"{prefix}.input_layernorm", layer)
-        yield from self.attention.tensors(f"{prefix}.self_attn", layer)
-        yield self.norm_tensor(f"{prefix}.post_attention_layernorm", layer)
-        yield TensorSpec(f"{prefix}.mlp.gate.weight", (self.config.n_experts, self.hidden_size), "router", layer)
-        yield from self.experts.tensors(f"{prefix}.mlp.experts", layer)
+    def window(self, layer: int) -> int | None:
+        return self.config.window
+
+    def feed_forward_tensors(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
+        yield TensorSpec(f"{prefix}.gate.weight", (self.config.n_experts, self.hidden_size), "router", layer)
+        yield from self.experts.tensors(f"{prefix}.experts", layer)
 
     def expert_modules(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
         return self.experts.modules(f"{prefix}.mlp.experts", layer)
 
-    def block(self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
-        prefix = f"model.layers.{layer}"
-        h_BTC = self.norm(ops, x_BTC, f"{prefix}.input_layernorm")
-        x_BTC = x_BTC + self.attention(ops, f"{prefix}.self_attn", layer, h_BTC, ctx, self.config.window)
-        h_BTC = self.norm(ops, x_BTC, f"{prefix}.post_attention_layernorm")
-        logits_NE = ops.linear(h_BTC, f"{prefix}.mlp.gate").flatten(0, 1)
+    def feed_forward(
+        self, ops: StreamedOps, prefix: str, layer: int, residual_BTC: Tensor, x_BTC: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        logits_NE = ops.linear(x_BTC, f"{prefix}.gate").flatten(0, 1)
         balance: RouterBalance | None = ctx.shared.get(_BALANCE)
         if balance is not None:
             logits_NE = balance.watched(logits_NE)
         scores_Nk, picked_Nk = softmax_scores(logits_NE, self.config.n_picked)
         if balance is not None:
             balance.count(ops.now, logits_NE, picked_Nk)
-        return x_BTC + self.experts(ops, f"{prefix}.mlp.experts", h_BTC, scores_Nk, picked_Nk)
+        return residual_BTC + self.experts(ops, f"{prefix}.experts", x_BTC, scores_Nk, picked_Nk)

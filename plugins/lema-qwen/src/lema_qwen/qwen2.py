@@ -1,25 +1,17 @@
 """Qwen2 (Yang et al. 2024, arXiv:2407.10671): Llama's block with biases on q, k and v, and sliding windows from some
-layer on.
-
-Shapes: B rows, T tokens, C hidden size.
-"""
+layer on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from lema_core.adapter import TensorSpec
 from lema_core.blocks.attention import SelfAttention
 from lema_core.blocks.config import HfConfig
-from lema_core.blocks.decoder import Decoder, DecoderConfig
+from lema_core.blocks.decoder import DecoderConfig, PreNormDecoder
 from lema_core.blocks.mlp import GatedMlp
 from lema_core.errors import ConfigError
-from lema_core.ops.context import ForwardContext
-from lema_core.ops.streamed import StreamedOps
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -53,7 +45,7 @@ def layer_windows(hf: HfConfig, n_layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
-class Qwen2Adapter(Decoder):
+class Qwen2Adapter(PreNormDecoder):
     config: Qwen2Config
 
     def __init__(self, config: Qwen2Config) -> None:
@@ -66,15 +58,5 @@ class Qwen2Adapter(Decoder):
     def from_hf_config(cls, hf_config: Mapping[str, Any]) -> Qwen2Adapter:
         return cls(Qwen2Config.from_hf_config(hf_config))
 
-    def block_tensors(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
-        yield self.norm_tensor(f"{prefix}.input_layernorm", layer)
-        yield from self.attention.tensors(f"{prefix}.self_attn", layer)
-        yield self.norm_tensor(f"{prefix}.post_attention_layernorm", layer)
-        yield from self.mlp.tensors(f"{prefix}.mlp", layer)
-
-    def block(self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
-        prefix, window = f"model.layers.{layer}", self.config.windows[layer]
-        h_BTC = self.norm(ops, x_BTC, f"{prefix}.input_layernorm")
-        x_BTC = x_BTC + self.attention(ops, f"{prefix}.self_attn", layer, h_BTC, ctx, window)
-        h_BTC = self.norm(ops, x_BTC, f"{prefix}.post_attention_layernorm")
-        return self.mlp.block_output(ops, f"{prefix}.mlp", x_BTC, h_BTC)
+    def window(self, layer: int) -> int | None:
+        return self.config.windows[layer]

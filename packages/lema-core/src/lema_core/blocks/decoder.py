@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lema_core.adapter import ModelAdapter, TensorSpec
-from lema_core.blocks.attention import ROPE
+from lema_core.blocks.attention import ROPE, SelfAttention
 from lema_core.blocks.config import Heads, HfConfig
+from lema_core.blocks.mlp import GatedMlp
 from lema_core.blocks.rope import RopeConfig, rotary_tables
 from lema_core.ops.context import ForwardContext
 from lema_core.ops.streamed import StreamedOps
@@ -132,3 +133,52 @@ class Decoder(ModelAdapter):
 
     def head(self, ops: StreamedOps, x_NC: Tensor) -> Tensor:
         return ops.linear(self.norm(ops, x_NC, self.final_norm), "lm_head")
+
+
+class PreNormDecoder(Decoder):
+    """Blocks of two parts, each behind an RMS norm: tokens tell each other something, then each is computed by itself.
+
+    By default these are ``attention`` and ``mlp``, which a subclass sets, as in Llama.
+    """
+
+    #: what the two norms are called, and what the second part lies under
+    norms: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
+    feed_forward_name: ClassVar[str] = "mlp"
+    attention: SelfAttention
+    mlp: GatedMlp
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a token sees, itself included; None: all before it."""
+        return None
+
+    def block_tensors(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
+        first, second = self.norms
+        yield self.norm_tensor(f"{prefix}.{first}", layer)
+        yield from self.mixing_tensors(prefix, layer)
+        yield self.norm_tensor(f"{prefix}.{second}", layer)
+        yield from self.feed_forward_tensors(f"{prefix}.{self.feed_forward_name}", layer)
+
+    def mixing_tensors(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
+        """Of the first part; ``prefix`` is the block's."""
+        return self.attention.tensors(f"{prefix}.self_attn", layer)
+
+    def feed_forward_tensors(self, prefix: str, layer: int) -> Iterable[TensorSpec]:
+        """Of the second part, which lies under ``prefix`` (``model.layers.3.mlp``)."""
+        return self.mlp.tensors(prefix, layer)
+
+    def block(self, ops: StreamedOps, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
+        prefix, (first, second) = f"model.layers.{layer}", self.norms
+        h_BTC = self.norm(ops, x_BTC, f"{prefix}.{first}")
+        x_BTC = x_BTC + self.mixed(ops, prefix, layer, h_BTC, ctx)
+        h_BTC = self.norm(ops, x_BTC, f"{prefix}.{second}")
+        return self.feed_forward(ops, f"{prefix}.{self.feed_forward_name}", layer, x_BTC, h_BTC, ctx)
+
+    def mixed(self, ops: StreamedOps, prefix: str, layer: int, x_BTC: Tensor, ctx: ForwardContext) -> Tensor:
+        """What tokens tell each other."""
+        return self.attention(ops, f"{prefix}.self_attn", layer, x_BTC, ctx, self.window(layer))
+
+    def feed_forward(
+        self, ops: StreamedOps, prefix: str, layer: int, residual_BTC: Tensor, x_BTC: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        """The block's output: ``residual`` and what the second part makes of ``x``."""
+        return self.mlp.block_output(ops, prefix, residual_BTC, x_BTC)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from lema_core.adapter import TensorSpec
+from lema_core.blocks.config import HfConfig
 from lema_core.checkpoint.segments import Segment, TensorInfo
+from lema_core.errors import ConfigError
 from lema_core.ops.streamed import StreamedOps
 
 #: what the files of Mixtral's and LFM2's kind call the linears of an expert
@@ -45,6 +47,15 @@ class Experts:
     def __call__(self, ops: StreamedOps, prefix: str, x_BTC: Tensor, scores_Nk: Tensor, picked_Nk: Tensor) -> Tensor:
         """x_BTC -> [B, T, C]: what the picked experts give, by their scores."""
         return ops.experts(x_BTC, scores_Nk, picked_Nk, prefix)
+
+
+def expert_counts(hf: HfConfig, field: str, n: int, n_picked: int) -> tuple[int, int]:
+    """How many experts there are and how many compute a token; ``n`` and ``n_picked`` where config.json says nothing.
+    Raises ConfigError for more than there are."""
+    n, n_picked = hf.size(field, n), hf.size("num_experts_per_tok", n_picked)
+    if n_picked > n:
+        raise ConfigError(f"config.json: num_experts_per_tok={n_picked} is more than {field}={n}")
+    return n, n_picked
 
 
 def softmax_scores(logits_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
