@@ -9,9 +9,9 @@ there was.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 #: direct I/O wants file offsets, lengths and addresses in multiples of this
 SECTOR_BYTES = 4096
 MAX_GRANULE_BYTES = 32_000_000
+#: where weights train: beside such a granule lie a gradient and two moments of its size
+MAX_TRAINED_GRANULE_BYTES = 16_000_000
+#: a tensor of a working file starts at a multiple of this
+_TENSOR_ALIGNMENT_BYTES = 64
 #: what handling one more granule costs, as bytes that could have been read meanwhile
 _HANDLING_BYTES = 256_000
 #: pieces of a file nearer than this are read as one: apart, each would be padded to whole sectors
@@ -78,12 +82,32 @@ class Granule:
 @dataclass(frozen=True)
 class StreamedTensor:
     """A tensor to be cut: where it lies in the file and which layer uses it. ``layer`` None groups what lies outside
-    blocks; an ``expert``'s tensors share no granule with another's."""
+    blocks; an ``expert``'s tensors share no granule with another's.
+
+    ``trained``: it is written to as well, so that it shares no granule with what is not; of its ``info`` the segment
+    does not count, since it lies where a :class:`WorkingSpace` has room. ``table``: its rows are read one by one too,
+    so that they follow each other without gaps.
+    """
 
     name: str
     info: TensorInfo
     layer: int | None
     expert: int | None = None
+    trained: bool = False
+    table: bool = False
+
+
+class WorkingSpace:
+    """Room for trained granules in the file ``path``, handed out from its start in whole sectors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.nbytes = 0
+
+    def reserve(self, nbytes: int) -> int:
+        offset = self.nbytes
+        self.nbytes += whole_sectors(nbytes)
+        return offset
 
 
 @dataclass(frozen=True)
@@ -118,6 +142,9 @@ def _row_blocks(item: StreamedTensor, target_bytes: int) -> list[tuple[int, int]
     row_bytes = _tensor_bytes(item) // rows
     at_most = max(1, target_bytes // row_bytes)
     align = _MAX_ROWS_ALIGN if at_most >= _MAX_ROWS_ALIGN else 1
+    if item.table:
+        align = SECTOR_BYTES // gcd(SECTOR_BYTES, row_bytes)
+        at_most = max(at_most, align)
     at_most -= at_most % align
     count = -(-rows // at_most)
     step = -(-rows // count)
@@ -212,20 +239,43 @@ def _place(index: int, pieces: Sequence[tuple[StreamedTensor, int, int]]) -> tup
     return Granule(index, slot_offset, pieces[0][0].layer, names, tuple(reads)), parts
 
 
-def lay_out(tensors: Sequence[StreamedTensor], max_granule_bytes: int = MAX_GRANULE_BYTES) -> GranuleLayout:
-    """Cut ``tensors`` (in the order of the forward pass) into granules of at most about ``max_granule_bytes``.
+def _place_trained(
+    index: int, pieces: Sequence[tuple[StreamedTensor, int, int]], space: WorkingSpace
+) -> tuple[Granule, list[Part]]:
+    """Lay the pieces of a granule out one after the other, in its slot as in the working file."""
+    parts, end = [], 0
+    for item, start, stop in pieces:
+        shape = (stop - start, *item.info.shape[1:]) if item.info.shape else ()
+        offset = -(-end // _TENSOR_ALIGNMENT_BYTES) * _TENSOR_ALIGNMENT_BYTES
+        on_demand = item.expert is not None
+        parts.append(Part(item.name, index, start, stop, shape, item.info.dtype, offset, on_demand))
+        end = offset + prod(shape) * item.info.dtype.itemsize
+    nbytes = whole_sectors(end)
+    read = Read(space.path, space.reserve(nbytes), nbytes, nbytes, 0)
+    names = tuple(dict.fromkeys(item.name for item, _, _ in pieces))
+    return Granule(index, nbytes, pieces[0][0].layer, names, (read,)), parts
+
+
+def lay_out(
+    tensors: Sequence[StreamedTensor], max_granule_bytes: int = MAX_GRANULE_BYTES, space: WorkingSpace | None = None
+) -> GranuleLayout:
+    """Cut ``tensors`` (in the order of the forward pass) into granules of at most about ``max_granule_bytes``; those
+    that train are given a place in ``space``.
 
     A single row larger than that is a granule of its own.
     """
-    groups: dict[tuple[int | None, int | None], list[StreamedTensor]] = {}
+    groups: dict[Hashable, list[StreamedTensor]] = {}
     for item in tensors:
-        groups.setdefault((item.layer, item.expert), []).append(item)
+        groups.setdefault((item.layer, item.expert, item.trained, item.name if item.table else None), []).append(item)
     target = _target_bytes(list(groups.values()), max_granule_bytes)
     granules: list[Granule] = []
     parts: dict[str, list[Part]] = {item.name: [] for item in tensors}
     for group in groups.values():
         for pieces in _cut(group, target):
-            granule, placed = _place(len(granules), pieces)
+            if pieces[0][0].trained:
+                granule, placed = _place_trained(len(granules), pieces, space)
+            else:
+                granule, placed = _place(len(granules), pieces)
             granules.append(granule)
             for part in placed:
                 parts[part.tensor].append(part)

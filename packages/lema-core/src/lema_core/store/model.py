@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
+from lema_core.checkpoint.segments import Segment
 from lema_core.errors import BudgetError
-from lema_core.store.granules import MAX_GRANULE_BYTES, GranuleLayout, Part, StreamedTensor, lay_out
+from lema_core.store.granules import (
+    MAX_GRANULE_BYTES,
+    MAX_TRAINED_GRANULE_BYTES,
+    Granule,
+    GranuleLayout,
+    Part,
+    StreamedTensor,
+    WorkingSpace,
+    lay_out,
+)
 from lema_core.store.rows import bounce_bytes
 
 if TYPE_CHECKING:
@@ -33,20 +46,75 @@ class WindowSizes:
     expert_device_slots: int = 0
 
 
+class Region(Enum):
+    """Where a granule is borrowed from: announced by a trace, picked by a router, or by rows alone."""
+
+    STREAM = "stream"
+    EXPERTS = "experts"
+    TABLES = "tables"
+
+
+@dataclass(frozen=True)
+class TrainedGranule:
+    """A granule of weights that train, fp32, in the working file; ``number``: among all of them, in their order."""
+
+    number: int
+    region: Region
+    granule: Granule
+    parts: tuple[Part, ...]
+
+    @property
+    def file_offset(self) -> int:
+        return self.granule.reads[0].file_offset
+
+
 @dataclass(frozen=True)
 class StreamedModel:
     """A model's tensors bound to their files, cut into granules. ``embeddings``: read by rows. ``transposed_modules``:
-    linears whose weight lies as [in, out]. ``experts``: granules that are fetched when a router has picked them."""
+    linears whose weight lies as [in, out]. ``experts``: granules that are fetched when a router has picked them.
+
+    ``originals``: where tensors that train lie in the checkpoint; they stream from the working file ``space``.
+    ``tables``: trained embeddings that no head shares. ``shared``: trained embeddings by name of the tied head that
+    they are one tensor with.
+    """
 
     layout: GranuleLayout
     embeddings: Mapping[str, TensorInfo]
     transposed_modules: frozenset[str] = frozenset()
     experts: GranuleLayout | None = None
+    originals: Mapping[str, TensorInfo] = field(default_factory=dict)
+    space: WorkingSpace | None = None
+    tables: GranuleLayout | None = None
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     def parts(self, name: str) -> tuple[Part, ...]:
         """The row blocks of a tensor, in order."""
-        found = self.layout.parts.get(name)
-        return found if found is not None or self.experts is None else self.experts.parts[name]
+        name = self.shared.get(name, name)
+        return next(layout.parts[name] for layout in self._layouts.values() if name in layout.parts)
+
+    @cached_property
+    def _layouts(self) -> dict[Region, GranuleLayout]:
+        found = {Region.STREAM: self.layout, Region.EXPERTS: self.experts, Region.TABLES: self.tables}
+        return {region: layout for region, layout in found.items() if layout is not None}
+
+    @cached_property
+    def trained(self) -> tuple[TrainedGranule, ...]:
+        """All granules that train, in the order of the working file."""
+        found: list[TrainedGranule] = []
+        for region, layout in self._layouts.items():
+            of_granule: dict[int, list[Part]] = {}
+            for name, parts in layout.parts.items():
+                if name in self.originals:
+                    for part in parts:
+                        of_granule.setdefault(part.granule, []).append(part)
+            for index, parts in sorted(of_granule.items()):
+                ordered = tuple(sorted(parts, key=lambda part: part.offset))
+                found.append(TrainedGranule(len(found), region, layout.granules[index], ordered))
+        return tuple(found)
+
+    @property
+    def trained_numbers(self) -> int:
+        return sum(prod(info.shape) for info in self.originals.values())
 
     @property
     def largest_block(self) -> tuple[int, int]:
@@ -141,20 +209,52 @@ class StreamedModel:
 
 
 def cut_model(
-    adapter: ModelAdapter, tensors: Mapping[str, TensorInfo], max_granule_bytes: int = MAX_GRANULE_BYTES
+    adapter: ModelAdapter,
+    tensors: Mapping[str, TensorInfo],
+    max_granule_bytes: int = MAX_GRANULE_BYTES,
+    trained: Collection[str] = (),
+    space: WorkingSpace | None = None,
 ) -> StreamedModel:
     """Cut the bound ``tensors`` of ``adapter``. An embedding is read by rows, and as granules too where a tied head
-    uses it. Experts are cut apart from all else."""
+    uses it. Experts are cut apart from all else.
+
+    ``trained``: names of the tensors that train, of a tied pair either; they are fp32 and lie in ``space``.
+    """
+    specs = adapter.tensors()
+    tables = {spec.name: tensors[spec.name] for spec in specs if spec.role == "embedding"}
+    heads = {spec.tied_to: spec.name for spec in specs if spec.tied_to and tensors[spec.tied_to] == tensors[spec.name]}
+    wanted = {heads.get(name, name) for name in trained}
+    if wanted:
+        max_granule_bytes = min(max_granule_bytes, MAX_TRAINED_GRANULE_BYTES)
     streamed: list[StreamedTensor] = []
     experts: list[StreamedTensor] = []
-    embeddings: dict[str, TensorInfo] = {}
-    for spec in adapter.tensors():
+    alone: list[StreamedTensor] = []
+    for spec in specs:
+        trains = spec.name in wanted
+        info = replace(tensors[spec.name], dtype=torch.float32) if trains else tensors[spec.name]
+        table = trains and (spec.role == "embedding" or spec.name in heads.values())
+        item = StreamedTensor(spec.name, info, spec.layer, spec.expert, trains, table)
         if spec.role == "embedding":
-            embeddings[spec.name] = tensors[spec.name]
-        elif spec.expert is not None:
-            experts.append(StreamedTensor(spec.name, tensors[spec.name], spec.layer, spec.expert))
+            alone += [item] if trains else []
         else:
-            streamed.append(StreamedTensor(spec.name, tensors[spec.name], spec.layer))
-    transposed = frozenset(spec.module for spec in adapter.tensors() if spec.transposed)
-    demanded = lay_out(experts, max_granule_bytes) if experts else None
-    return StreamedModel(lay_out(streamed, max_granule_bytes), embeddings, transposed, demanded)
+            (experts if spec.expert is not None else streamed).append(item)
+    transposed = frozenset(spec.module for spec in specs if spec.transposed)
+    layout = lay_out(streamed, max_granule_bytes, space)
+    demanded = lay_out(experts, max_granule_bytes, space) if experts else None
+    beside = lay_out(alone, max_granule_bytes, space) if alone else None
+    for name, head in heads.items():
+        if head in wanted:
+            tables[name] = _in_working_file(name, tables[name], layout, head)
+    for item in alone:
+        tables[item.name] = _in_working_file(item.name, tables[item.name], beside, item.name)
+    originals = {name: tensors[name] for name in (spec.name for spec in specs) if name in wanted}
+    shared = {name: head for name, head in heads.items() if head in wanted}
+    return StreamedModel(layout, tables, transposed, demanded, originals, space, beside, shared)
+
+
+def _in_working_file(name: str, info: TensorInfo, layout: GranuleLayout, stored_as: str) -> TensorInfo:
+    """A table whose parts lie one behind the other."""
+    first = layout.parts[stored_as][0]
+    read = layout.granules[first.granule].reads[0]
+    segment = Segment(read.path, read.file_offset + first.offset, prod(info.shape) * torch.float32.itemsize)
+    return replace(info, name=name, dtype=torch.float32, segment=segment)

@@ -1,0 +1,321 @@
+"""What training keeps beside the weights, record by record: moments and gradients, in RAM as far as it goes, else on disk.
+
+Each record is taken once or a few times a step, in an order that is known: which ones stay in RAM is decided once, and
+the others pass through a few slots. A thread reads ahead what was announced and writes back what was changed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import Enum, auto
+from pathlib import Path
+from threading import Condition, Thread
+
+import torch
+from torch import Tensor
+
+from lema_core.device import map_ram
+from lema_core.errors import PlanError, TransferError
+from lema_core.store.granules import whole_sectors
+from lema_core.store.unnamed import FULL, UnnamedFile, free_bytes
+
+#: one is read ahead, one is worked on, one is written
+FEWEST_SLOTS = 3
+
+
+class _Slot(Enum):
+    """What a slot of the ring holds: nothing; a record as it is on disk; one read ahead; one on its way from or to the
+    disk; one that is taken; one that was changed, and may stay so or is queued to be written."""
+
+    FREE = auto()
+    CLEAN = auto()
+    AHEAD = auto()
+    MOVING = auto()
+    TAKEN = auto()
+    CHANGED = auto()
+    QUEUED = auto()
+
+
+class StateStream:
+    """Records 0, 1, ... of ``sizes`` bytes. ``resident``: those that never leave RAM; the others go to an unnamed file
+    in ``folder`` and pass through ``n_slots`` slots. ``kind``: ``optim`` or ``grads``.
+
+    A record that was never given back is zeros. Several threads may take records, each at most one at a time.
+    """
+
+    def __init__(
+        self, kind: str, sizes: Sequence[int], resident: Collection[int], n_slots: int, folder: Path
+    ) -> None:
+        self.kind = kind
+        self._sizes = [whole_sectors(size) for size in sizes]
+        self._fixed: dict[int, Tensor] = {}
+        self._offsets: dict[int, int] = {}
+        at = 0
+        slab = map_ram(sum(self._sizes[i] for i in resident)) if resident else None
+        for i in sorted(resident):
+            self._fixed[i] = slab[at : at + self._sizes[i]]
+            at += self._sizes[i]
+        end = 0
+        for i, size in enumerate(self._sizes):
+            if i not in self._fixed:
+                self._offsets[i] = end
+                end += size
+        self._resident_bytes = at
+        self._largest = max((self._sizes[i] for i in self._offsets), default=0)
+        self.n_slots = n_slots if self._offsets else 0
+        self._ring: list[Tensor] = []
+        self._memory: list[memoryview] = []
+        self._file: UnnamedFile | None = None
+        if self._offsets:
+            ring = map_ram(self.n_slots * self._largest)
+            for slot in range(self.n_slots):
+                piece = ring[slot * self._largest : (slot + 1) * self._largest]
+                self._ring.append(piece)
+                address = (ctypes.c_char * len(piece)).from_address(piece.data_ptr())
+                self._memory.append(memoryview(address).cast("B"))
+            self._file = UnnamedFile(folder, {"optim": "optimizer states", "grads": "gradients"}[kind])
+            self._file.reserve(end)
+        self._holds: list[int | None] = [None] * self.n_slots
+        self._state = [_Slot.FREE] * self.n_slots
+        self._slot_of: dict[int, int] = {}
+        self._clean: OrderedDict[int, None] = OrderedDict()
+        self._changed: OrderedDict[int, None] = OrderedDict()
+        self._to_write: deque[int] = deque()
+        #: slots whose record on disk is older
+        self._unsaved: set[int] = set()
+        self._ahead: deque[int] = deque()
+        self._moved = Condition()
+        self._error: BaseException | None = None
+        self._closing = False
+        self.bytes_read = self.bytes_written = 0
+        self.wait_s = 0.0
+        self._thread: Thread | None = None
+        if self._offsets:
+            self._thread = Thread(target=self._serve, name=f"lema-{kind}", daemon=True)
+            self._thread.start()
+
+    @property
+    def ram_bytes(self) -> int:
+        """What the stream has of RAM, used or not."""
+        return self._resident_bytes + self.n_slots * self._largest
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(self._sizes[i] for i in self._offsets)
+
+    def announce(self, order: Iterable[int]) -> None:
+        """Records will be taken in this order: they are read ahead of it."""
+        with self._moved:
+            self._ahead = deque(i for i in order if i in self._offsets)
+            self._moved.notify_all()
+
+    def withdraw(self) -> None:
+        """What was announced will not be taken."""
+        with self._moved:
+            self._ahead.clear()
+            for slot, state in enumerate(self._state):
+                if state is _Slot.AHEAD:
+                    self._settle(slot, _Slot.CLEAN)
+            self._moved.notify_all()
+
+    def take(self, record: int, fresh: bool = False) -> Tensor:
+        """uint8 [bytes of the record], to be changed in place until it is given back. ``fresh``: zeros, whatever was
+        there. Raises TransferError where the disk failed."""
+        held = self._fixed.get(record)
+        if held is not None:
+            return held.zero_() if fresh else held
+        slot, read = self._claim(record, fresh)
+        memory = self._ring[slot][: self._sizes[record]]
+        if fresh:
+            memory.zero_()
+        elif read:
+            started = time.perf_counter()
+            self._transfer(slot, record, write=False)
+            self.wait_s += time.perf_counter() - started
+        return memory
+
+    def give(self, record: int, changed: bool = True, more: bool = False, keep: bool = True) -> None:
+        """The record is given back. ``more``: it will be changed again soon, and is written only where its slot is
+        needed. ``keep`` False: nobody will read it again."""
+        if record in self._fixed:
+            return
+        with self._moved:
+            slot = self._slot_of[record]
+            if changed:
+                self._unsaved.add(slot)
+            if not keep:
+                self._unsaved.discard(slot)
+                del self._slot_of[record]
+                self._holds[slot] = None
+                self._state[slot] = _Slot.FREE
+            elif slot not in self._unsaved:
+                self._settle(slot, _Slot.CLEAN)
+            elif more:
+                self._settle(slot, _Slot.CHANGED)
+            else:
+                self._queue(slot)
+            self._moved.notify_all()
+
+    def forget(self) -> None:
+        """All records are zeros again, or whatever; the next to take one takes it fresh."""
+        with self._moved:
+            self._ahead.clear()
+            self._wait(lambda: _Slot.MOVING not in self._state)
+            self._to_write.clear()
+            self._clean.clear()
+            self._changed.clear()
+            self._unsaved.clear()
+            self._slot_of.clear()
+            self._holds = [None] * self.n_slots
+            self._state = [_Slot.FREE] * self.n_slots
+            self._moved.notify_all()
+
+    def close(self) -> None:
+        """Stop the thread and give everything back; safe to call twice."""
+        with self._moved:
+            if self._closing:
+                return
+            self._closing = True
+            self._moved.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            for memory in self._memory:
+                memory.release()
+            self._file.close()
+        self._ring.clear()
+        self._fixed.clear()
+
+    # -- slots; callers hold ``_moved``
+
+    def _claim(self, record: int, fresh: bool) -> tuple[int, bool]:
+        """The slot of a record, taken, and whether it has to be read."""
+        started = time.perf_counter()
+        with self._moved:
+            while True:
+                self._raise_error()
+                slot = self._slot_of.get(record)
+                if slot is None:
+                    slot = self._room()
+                    if slot is not None:
+                        self._assign(slot, record, _Slot.TAKEN)
+                        self.wait_s += time.perf_counter() - started
+                        return slot, not fresh
+                elif self._state[slot] is _Slot.TAKEN:
+                    raise PlanError(f"{self.kind}: record {record} is taken twice")
+                elif self._state[slot] is not _Slot.MOVING:
+                    self._settle(slot, _Slot.TAKEN)
+                    self.wait_s += time.perf_counter() - started
+                    return slot, False
+                self._moved.wait()
+
+    def _room(self) -> int | None:
+        """A slot that may be given to another record, None while there is none; what was changed is queued then."""
+        for slot, state in enumerate(self._state):
+            if state is _Slot.FREE:
+                return slot
+        if self._clean:
+            slot = next(iter(self._clean))
+            del self._clean[slot], self._slot_of[self._holds[slot]]
+            return slot
+        if self._changed and not self._to_write:
+            self._queue(next(iter(self._changed)))
+            self._moved.notify_all()
+        return None
+
+    def _assign(self, slot: int, record: int, state: _Slot) -> None:
+        self._slot_of[record] = slot
+        self._holds[slot] = record
+        self._state[slot] = state
+
+    def _settle(self, slot: int, state: _Slot) -> None:
+        self._clean.pop(slot, None)
+        self._changed.pop(slot, None)
+        if self._state[slot] is _Slot.QUEUED:
+            self._to_write.remove(slot)
+        self._state[slot] = state
+        if state is _Slot.CLEAN:
+            self._clean[slot] = None
+        if state is _Slot.CHANGED:
+            self._changed[slot] = None
+
+    def _queue(self, slot: int) -> None:
+        self._settle(slot, _Slot.QUEUED)
+        self._to_write.append(slot)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        self._moved.wait_for(lambda: ready() or self._error is not None)
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # -- the thread
+
+    def _serve(self) -> None:
+        try:
+            while (job := self._next_job()) is not None:
+                slot, record, write = job
+                self._transfer(slot, record, write)
+                with self._moved:
+                    if write:
+                        self._unsaved.discard(slot)
+                    self._settle(slot, _Slot.CLEAN if write else _Slot.AHEAD)
+                    self._moved.notify_all()
+        except BaseException as error:
+            with self._moved:
+                self._error = error
+                self._moved.notify_all()
+
+    def _next_job(self) -> tuple[int, int, bool] | None:
+        """Slot, record, and whether it is written; None at the end."""
+        with self._moved:
+            while not self._closing:
+                while self._ahead and self._ahead[0] in self._slot_of:
+                    self._protect(self._ahead.popleft())
+                if self._ahead and (slot := self._room_ahead()) is not None:
+                    record = self._ahead.popleft()
+                    self._assign(slot, record, _Slot.MOVING)
+                    return slot, record, False
+                if self._to_write:
+                    slot = self._to_write.popleft()
+                    self._state[slot] = _Slot.MOVING
+                    return slot, self._holds[slot], True
+                self._moved.wait()
+            return None
+
+    def _protect(self, record: int) -> None:
+        """What is announced and still there is not given up."""
+        slot = self._slot_of[record]
+        if self._state[slot] is _Slot.CLEAN:
+            self._settle(slot, _Slot.AHEAD)
+
+    def _room_ahead(self) -> int | None:
+        """One slot is left to what is worked on."""
+        busy = sum(state in (_Slot.AHEAD, _Slot.MOVING) for state in self._state)
+        return self._room() if busy < self.n_slots - 1 else None
+
+    def _transfer(self, slot: int, record: int, write: bool) -> None:
+        nbytes = self._sizes[record]
+        memory, offset = self._memory[slot][:nbytes], self._offsets[record]
+        try:
+            if write:
+                self._file.write(offset, memory)
+                self.bytes_written += nbytes
+            else:
+                self._file.read(offset, memory)
+                self.bytes_read += nbytes
+        except OSError as error:
+            doing = "written" if write else "read"
+            text = f"{self._file.folder}: {self.kind} cannot be {doing} there: {error.strerror or error}"
+            if error.errno in FULL:
+                text += f": {nbytes:,} bytes needed, {free_bytes(self._file.folder):,} free: make room"
+            raise TransferError(text) from error
+
+
+def as_numbers(record: Tensor) -> Tensor:
+    """A record's bytes as fp32; the same memory."""
+    return record.view(torch.float32)
