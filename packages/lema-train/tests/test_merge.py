@@ -552,7 +552,10 @@ def test_numbers_that_fp16_cannot_hold_are_refused_by_tensor(case: Case, tmp_pat
 
 def test_numbers_that_are_not_finite_are_refused(case: Case) -> None:
     scale_lora(case, "layers.1.self_attn.q_proj.lora_A", float("nan"))
-    assert "infinite or NaN when merged: base or LoRA weights hold values that are not finite" in refusal(case)
+    assert (
+        "infinite or NaN when merged: the base or what is merged into it holds values that are not finite"
+        in refusal(case)
+    )
     assert not case.out.exists()
 
 
@@ -573,11 +576,11 @@ def test_whatever_stops_it_leaves_the_earlier_folder(case: Case) -> None:
 def test_rows_of_a_tensor_that_a_part_is(tmp_path: Path) -> None:
     """A model adapter may bind a weight to a run of rows of what lies in the file."""
     from lema_core.checkpoint import Segment
-    from lema_train.merge_lora import _place
+    from lema_train.merge_places import Places
 
     save_file({"a": torch.zeros(3), "fused": torch.zeros(4, 3, 5).half()}, tmp_path / "model.safetensors")
     manifest = read_manifest(tmp_path)
     whole = manifest.tensors["fused"]
     third = Segment(whole.segment.path, whole.segment.offset + 2 * 30, 30)
-    assert _place(manifest, TensorInfo("experts.2", torch.float16, (3, 5), third)) == ("fused", 6)
-    assert _place(manifest, whole) == ("fused", 0)
+    assert Places(manifest).of(TensorInfo("experts.2", torch.float16, (3, 5), third)) == ("fused", 6)
+    assert Places(manifest).of(whole) == ("fused", 0)

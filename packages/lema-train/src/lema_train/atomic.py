@@ -36,10 +36,7 @@ def atomic_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
     """
     final = Path(os.path.abspath(final))
     temporary = _beside(final, "tmp")
-    with _explained(final, needed_bytes):
-        final.parent.mkdir(parents=True, exist_ok=True)
-        clean_leftovers(final.parent, final.name)
-        check_free_space(final, needed_bytes)
+    with room_for(final, needed_bytes):
         temporary.mkdir()
         try:
             yield temporary
@@ -51,6 +48,17 @@ def atomic_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
             # the first error counts; what cannot be deleted now is found as a leftover later
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+
+@contextmanager
+def room_for(final: Path, needed_bytes: int) -> Iterator[None]:
+    """For writing ``final`` inside: its parent is made, what a killed process left of it is put right, and there is
+    room. Raises CheckpointError with path, needed and free bytes when the disk is or becomes full."""
+    with _explained(final, needed_bytes):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        clean_leftovers(final.parent, final.name)
+        check_free_space(final, needed_bytes)
+        yield
 
 
 def check_replaceable(final: Path, names: Set[str]) -> None:

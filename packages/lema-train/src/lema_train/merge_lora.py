@@ -11,14 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 from lema_core.adapter import ModelAdapter, TensorSpec
 from lema_core.checkpoint import Manifest, TensorInfo, bind_tensors
-from lema_train.merge import Change, Changes, Update, low_rank_update, matrix_shape, replacement
+from lema_train.merge import Changes, Update, low_rank_update, matrix_shape, replacement
+from lema_train.merge_places import Edits, changes_of
 from lema_train.peft_format import open_peft
-
-_Edits: TypeAlias = dict[str, list[Callable[[], Update]]]
 
 
 def lora_changes(folder: Path, adapter: ModelAdapter, manifest: Manifest) -> Changes:
@@ -28,28 +26,14 @@ def lora_changes(folder: Path, adapter: ModelAdapter, manifest: Manifest) -> Cha
     that it was not made for.
     """
     bound = bind_tensors(manifest, adapter)
-    specs = {spec.name: spec for spec in adapter.tensors()}
-    edits = _edits(folder, adapter, bound, specs)
-    ties = {name: spec.tied_to for name, spec in specs.items() if spec.tied_to is not None}
-    untied = [pair for pair in ties.items() if edits.get(pair[0]) != edits.get(pair[1])]
-    own = _own_names(manifest, adapter, bound, {name for pair in ties.items() for name in pair})
-    added = {own[name]: bound[name] for pair in untied for name in pair if own[name] not in manifest.tensors}
-    tensors: dict[str, list[Change]] = defaultdict(list)
-    for name, todo in edits.items():
-        in_files, first_row = (own[name], 0) if name in own else _place(manifest, bound[name])
-        if in_files in manifest.tensors or in_files in added:  # else it is tied to one that is, edited alike
-            rows = matrix_shape(bound[name])[0]
-            tensors[in_files] += [Change(first_row, rows, edit) for edit in todo]
-    config = {"tie_word_embeddings": False} if untied else {}
-    return Changes({name: tuple(changes) for name, changes in tensors.items()}, added, config)
+    return changes_of(_edits(folder, adapter, bound), adapter, manifest, bound)
 
 
-def _edits(
-    folder: Path, adapter: ModelAdapter, bound: Mapping[str, TensorInfo], specs: Mapping[str, TensorSpec]
-) -> _Edits:
-    """What is done to each weight, by canonical name, in order: what replaces it, then what is added."""
+def _edits(folder: Path, adapter: ModelAdapter, bound: Mapping[str, TensorInfo]) -> Edits:
+    """What is done to each weight, in order: what replaces it, then what is added."""
     found = open_peft(folder, adapter, whole_weights=True)
-    edits: _Edits = defaultdict(list)
+    specs = {spec.name: spec for spec in adapter.tensors()}
+    edits: dict[str, list[Callable[[], Update]]] = defaultdict(list)
     for name, info in found.copies.items():
         edit, source = replacement(info), specs[name].tied_to or name
         # PEFT loads a copy into the base model, where tied weights are one tensor
@@ -64,7 +48,7 @@ def _edits(
         for name in _weights(spec, bound):
             edits[name].append(low_rank_update(lora_A, lora_B, scale, spec.transposed, first_row))
             first_row += matrix_shape(bound[name])[0]
-    return dict(edits)
+    return edits
 
 
 def _weights(spec: TensorSpec, bound: Mapping[str, TensorInfo]) -> list[str]:
@@ -73,35 +57,3 @@ def _weights(spec: TensorSpec, bound: Mapping[str, TensorInfo]) -> list[str]:
         return [spec.name]
     expert = spec.module.removesuffix("gate_up_proj")
     return [f"{expert}gate_proj.weight", f"{expert}up_proj.weight"]
-
-
-def _own_names(
-    manifest: Manifest, adapter: ModelAdapter, bound: Mapping[str, TensorInfo], names: set[str]
-) -> dict[str, str]:
-    """The names that ``names`` have in the files, or would have if they were there."""
-    canonical = adapter.prefixes[0]
-    stems = {name: name[len(canonical) :] for name in bound if name.startswith(canonical)}
-    ends = ((bound[name].name, stem) for name, stem in stems.items() if bound[name].name.endswith(stem))
-    prefix = next(whole[: -len(stem)] for whole, stem in ends)
-
-    def own(name: str) -> str:
-        if name in stems:
-            return prefix + stems[name]
-        # names outside the prefix may stand below any part of it
-        below = (each for each in manifest.tensors if each.endswith(f".{name}"))
-        return name if name in manifest.tensors else next(below, name)
-
-    return {name: own(name) for name in names}
-
-
-def _place(manifest: Manifest, info: TensorInfo) -> tuple[str, int]:
-    """The tensor of the files that ``info`` is, or is a run of rows of, and the first of them."""
-    start = info.segment.offset
-    if info.name in manifest.tensors and manifest.tensors[info.name].segment == info.segment:
-        return info.name, 0
-    for name, whole in manifest.tensors.items():
-        inside = start - whole.segment.offset
-        if whole.segment.path == info.segment.path and 0 <= inside < whole.segment.nbytes:
-            columns = matrix_shape(whole)[1]
-            return name, inside // (columns * whole.dtype.itemsize)
-    raise AssertionError(f"{info.name} is in none of the files' tensors")

@@ -49,6 +49,16 @@ class PlannedFile:
     tensors: tuple[PlannedTensor, ...]
     metadata: Mapping[str, str]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Disk space at most: header and index take 1 kB a tensor, far more than they need."""
+        return self.nbytes + 1000 * len(self.tensors) + 10_000
+
 
 @dataclass(frozen=True)
 class MergePlan:
@@ -68,13 +78,13 @@ class MergePlan:
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(file.nbytes for file in self.files)
 
     @property
     def needed_bytes(self) -> int:
-        """Disk space at most: headers and JSON take 1 kB a tensor, far more than they need."""
+        """Disk space at most."""
         beside = sum((self.folder / path).stat().st_size for path in self.copied)
-        return self.nbytes + beside + 1000 * sum(1 for _ in self.tensors) + 1_000_000
+        return sum(file.needed_bytes for file in self.files) + beside + 1_000_000
 
 
 def plan_merge(
@@ -138,6 +148,18 @@ def check_target(plan: MergePlan, output_dir: Path, sources: Iterable[Path]) -> 
             )
     names = {file.name for file in plan.files} | {path.parts[0] for path in plan.copied} | {INDEX_NAME, "config.json"}
     check_replaceable(final, names)
+    return final
+
+
+def check_target_file(path: Path, sources: Iterable[Path]) -> Path:
+    """The file that ``path`` is, links followed, when it may be written: it is none of ``sources``, under whatever
+    name, and no folder. Raises CheckpointError otherwise."""
+    final = Path(os.path.realpath(path))
+    if final.is_dir():
+        raise CheckpointError(f"{path}: a file to write expected, a folder found: give the name of a file")
+    for source in sources if final.exists() else ():
+        if _identity(final) == _identity(source):
+            raise CheckpointError(f"{path} is {source}, which is read: give another file to write")
     return final
 
 

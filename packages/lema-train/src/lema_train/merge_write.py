@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,28 +18,56 @@ from lema_core.checkpoint.header import DTYPE_NAMES
 from lema_core.checkpoint.manifest import INDEX_NAME
 from lema_core.errors import CheckpointError
 from lema_core.store.granules import MAX_GRANULE_BYTES
-from lema_train.atomic import atomic_folder
+from lema_train.atomic import atomic_folder, room_for
 from lema_train.merge import Update, matrix_shape
-from lema_train.merge_plan import MergePlan, PlannedTensor, check_target
+from lema_train.merge_plan import MergePlan, PlannedFile, PlannedTensor, check_target, check_target_file
 
 #: numbers of a block; with the update and the rounded values beside it, less than one granule is in memory
 _BLOCK = MAX_GRANULE_BYTES // 32
+#: tensors that are named of those whose updates rounding loses
+_WORST = 3
 
 #: is told the bytes that are written, and how many there will be
 Progress = Callable[[int, int], None]
 
 
+class Rounded(NamedTuple):
+    """Of ``updated`` numbers that changes would move in fp32, ``lost`` were put back by rounding to fewer bits."""
+
+    updated: int
+    lost: int
+
+
 @dataclass
 class MergeReport:
-    """What was written. Of the numbers that changes would move in fp32, ``updated``, those that rounding to fewer bits
-    put back are ``lost``."""
+    """What was written: ``path``, a folder or a file, with so many ``tensors``, ``changed`` ones among them.
+    ``rounded``: by name, for those that changed and were rounded."""
 
-    folder: Path
+    path: Path
     tensors: int = 0
     changed: int = 0
     written_bytes: int = 0
-    updated: int = 0
-    lost: int = 0
+    rounded: dict[str, Rounded] = field(default_factory=dict)
+
+    @property
+    def updated(self) -> int:
+        return sum(each.updated for each in self.rounded.values())
+
+    @property
+    def lost(self) -> int:
+        return sum(each.lost for each in self.rounded.values())
+
+    def describe_lost(self, way_out: str) -> str | None:
+        """A line for whoever reads what the merge says, None when no update was lost: how many, where most, and
+        ``way_out``."""
+        if not self.lost:
+            return None
+        worst = sorted(self.rounded.items(), key=lambda item: item[1].lost, reverse=True)[:_WORST]
+        where = ", ".join(f"{name} {each.lost:,} of {each.updated:,}" for name, each in worst if each.lost)
+        return (
+            f"{self.lost:,} of {self.updated:,} numbers ({100 * self.lost / self.updated:.3g} %) changed by less than "
+            f"their type can tell apart and are the base's again, most in {where}; {way_out} keeps such changes"
+        )
 
 
 def write_merged(
@@ -52,11 +81,6 @@ def write_merged(
     """
     final = check_target(plan, output_dir, [plan.folder, *sources])
     report = MergeReport(final)
-
-    def written(nbytes: int) -> None:
-        report.written_bytes += nbytes
-        progress(report.written_bytes, plan.nbytes)
-
     with atomic_folder(final, plan.needed_bytes) as folder:
         for path in plan.copied:
             (folder / path).parent.mkdir(exist_ok=True)
@@ -66,19 +90,36 @@ def write_merged(
         if plan.index is not None:
             _write_json(folder / INDEX_NAME, plan.index)
         for file in plan.files:
-            tensors = [
-                (
-                    tensor.name,
-                    tensor.dtype,
-                    tensor.source.shape,
-                    lambda tensor=tensor: _blocks(tensor, report, written),
-                )
-                for tensor in file.tensors
-            ]
-            write_safetensors(folder / file.name, tensors, file.metadata, fsync=False)
-    report.tensors = sum(1 for _ in plan.tensors)
-    report.changed = sum(1 for tensor in plan.tensors if tensor.changes)
+            _write_file(folder / file.name, file, report, lambda done: progress(done, plan.nbytes), fsync=False)
     return report
+
+
+def write_merged_file(file: PlannedFile, path: Path, sources: Sequence[Path]) -> MergeReport:
+    """Write one file of a plan to ``path``, which appears when it is complete, in place of an earlier one.
+
+    ``sources`` are the files that are read. Raises CheckpointError as :func:`write_merged` does.
+    """
+    final = check_target_file(path, sources)
+    report = MergeReport(final)
+    with room_for(final, file.needed_bytes):
+        _write_file(final, file, report, lambda done: None, fsync=True)
+    return report
+
+
+def _write_file(
+    path: Path, file: PlannedFile, report: MergeReport, done: Callable[[int], None], *, fsync: bool
+) -> None:
+    def written(nbytes: int) -> None:
+        report.written_bytes += nbytes
+        done(report.written_bytes)
+
+    tensors = [
+        (tensor.name, tensor.dtype, tensor.source.shape, lambda tensor=tensor: _blocks(tensor, report, written))
+        for tensor in file.tensors
+    ]
+    write_safetensors(path, tensors, file.metadata, fsync=fsync)
+    report.tensors += len(tensors)
+    report.changed += sum(bool(tensor.changes) for tensor in file.tensors)
 
 
 def _write_json(path: Path, value: object) -> None:
@@ -108,6 +149,7 @@ def _changed_blocks(tensor: PlannedTensor, report: MergeReport) -> Iterator[Tens
     rows, columns = matrix_shape(tensor.source)
     step = max(1, _BLOCK // max(1, columns))
     opened: dict[int, Update] = {}
+    rounds, updated, lost = tensor.dtype.itemsize < torch.float32.itemsize, 0, 0
     for start in range(0, rows, step):
         stop = min(rows, start + step)
         stored = read_elements(tensor.source, start * columns, (stop - start) * columns).view(stop - start, columns)
@@ -120,13 +162,16 @@ def _changed_blocks(tensor: PlannedTensor, report: MergeReport) -> Iterator[Tens
                 if high < change.first_row + change.rows:
                     opened[i] = update
         block = _rounded(tensor, values)
-        if tensor.dtype.itemsize < values.dtype.itemsize:
-            updated = int(torch.count_nonzero(values != stored))
-            report.updated += updated
-            report.lost += updated - int(torch.count_nonzero(block != stored))
+        if rounds:
+            moved = values != stored
+            updated += int(torch.count_nonzero(moved))
+            lost += int(torch.count_nonzero(moved.logical_and_(block == stored.to(tensor.dtype))))
+            del moved
         del stored, values
         yield block
         del block
+    if rounds:
+        report.rounded[tensor.name] = Rounded(updated, lost)
 
 
 def _rounded(tensor: PlannedTensor, values: Tensor) -> Tensor:
@@ -136,8 +181,8 @@ def _rounded(tensor: PlannedTensor, values: Tensor) -> Tensor:
         return block
     where = f"{tensor.source.segment.path}: tensor {tensor.name!r}"
     if not _is_finite(values):
-        causes = "base or LoRA weights" if tensor.changes else "the base's weights"
-        raise CheckpointError(f"{where}: infinite or NaN when merged: {causes} hold values that are not finite")
+        cause = "the base or what is merged into it" if tensor.changes else "the base"
+        raise CheckpointError(f"{where}: infinite or NaN when merged: {cause} holds values that are not finite")
     name, limit = DTYPE_NAMES[tensor.dtype], torch.finfo(tensor.dtype).max
     raise CheckpointError(
         f"{where}: {values.abs().max():g} when merged, and {name} holds at most {limit:g}: store it as another type, "
