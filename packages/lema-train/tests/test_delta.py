@@ -112,7 +112,7 @@ def test_a_tensor_may_come_in_blocks_and_there_may_be_none(tmp_path: Path) -> No
 
 def test_only_fp32_is_written(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
-    with pytest.raises(CheckpointError, match="'model.norm.weight': F32 expected, F16 found"):
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight': F32 expected, F16 found"):
         write(tmp_path / "delta", base, {"model.norm.weight": torch.zeros(4).half()})
     assert not (tmp_path / "delta").exists()
 

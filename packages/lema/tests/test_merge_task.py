@@ -138,7 +138,8 @@ def test_updates_below_the_rounding_are_told(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["output_dir=out"], "task=merge needs LoRA weights: lora_path=FOLDER"),
+        (["output_dir=out"], "task=merge needs trained weights: lora_path=FOLDER"),
+        (["lora_path=here", "delta_path=here", "output_dir=out"], "takes lora_path or delta_path, and both are given"),
         (["lora_path=here"], "task=merge needs a folder of its own: output_dir=FOLDER"),
         (
             ["lora_path=here", "output_dir=out", "max_shard_size=auto"],

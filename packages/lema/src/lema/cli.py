@@ -138,9 +138,14 @@ def check_complete(config: LemaConfig) -> None:
 
 
 def _check_merge(config: LemaConfig) -> None:
-    """A merge finds its base where the LoRA weights say, and never writes to where a run's checkpoints would go."""
-    if config.lora_path is None:
-        raise ConfigError("task=merge needs LoRA weights: lora_path=FOLDER, a PEFT folder or a checkpoint of a run")
+    """A merge finds its base where the trained weights say, and never writes to where a run's checkpoints would go."""
+    if config.lora_path is None and config.delta_path is None:
+        raise ConfigError(
+            "task=merge needs trained weights: lora_path=FOLDER, a PEFT folder or a checkpoint of a run, or "
+            "delta_path=FOLDER, a checkpoint of a run that trained whole weights"
+        )
+    if config.lora_path is not None and config.delta_path is not None:
+        raise ConfigError("task=merge takes lora_path or delta_path, and both are given: leave one out")
     if config.output_dir == LemaConfig().output_dir:
         raise ConfigError("task=merge needs a folder of its own: output_dir=FOLDER")
 

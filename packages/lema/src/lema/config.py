@@ -111,6 +111,11 @@ class LemaConfig:
         _MODEL,
         "LoRA weights to put on the model for generate, evaluate and merge: a PEFT folder or a checkpoint of a run.",
     )
+    delta_path: str | None = path(
+        None,
+        _MODEL,
+        "Whole weights that were trained, for merge: a checkpoint of a run that has a delta.safetensors, or that file.",
+    )
     device: str = text(
         "auto",
         _MODEL,

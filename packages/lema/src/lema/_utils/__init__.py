@@ -1,0 +1,1 @@
+"""What works on files alone, without a model that is open."""
