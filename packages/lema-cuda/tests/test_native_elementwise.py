@@ -1,4 +1,4 @@
-"""The native elementwise operations and AdamW against plain torch, bit for bit."""
+"""The native elementwise operations against plain torch, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lema_core.ops.adamw import AdamWKernel, AdamWRates, TorchAdamW
 from lema_core.ops.elementwise import ElementwiseKernel, TorchElementwise
 from lema_cuda.library import refusals
 
@@ -107,44 +106,3 @@ def test_other_tensors_are_left_to_plain_torch(kernel: ElementwiseKernel) -> Non
         heads, table = x.view(2, 4, 6) if x is half else x.unflatten(0, (2, 4)), numbers(2, 6, seed=2)
         assert torch.equal(kernel.rotate(heads, table, table, False), twin.rotate(heads, table, table, False))
     assert kernel.silu_product(token_major.to("meta"), token_major.to("meta")).is_meta
-
-
-def adamw_states(kernel: AdamWKernel, size: int, rates: dict[str, float], steps: int) -> list[Tensor]:
-    param, exp_avg, exp_avg_sq = numbers(size, seed=0, spread=0.1), torch.zeros(size), torch.zeros(size)
-    for step in range(1, steps + 1):
-        # gradients of many magnitudes, some of them zero
-        grad = numbers(size, seed=step) * numbers(size, seed=-step).exp() * (numbers(size, seed=step + steps) > -3)
-        kernel.update(param, grad, exp_avg, exp_avg_sq, AdamWRates(step=step, **rates))
-    return [param, exp_avg, exp_avg_sq]
-
-
-@pytest.mark.parametrize(
-    "rates",
-    [
-        {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2},
-        {"lr": 3e-4, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.0},
-        {"lr": 0.1, "beta1": 0.3, "beta2": 0.4, "eps": 0.0, "weight_decay": 0.5},
-        {"lr": 1e-3, "beta1": 0.0, "beta2": 0.0, "eps": 1e-8, "weight_decay": 0.1},
-        {"lr": 1e-3, "beta1": 0.5, "beta2": 0.5, "eps": 1e-8, "weight_decay": 0.1},
-    ],
-)
-def test_adamw_rounds_as_torch(rates: dict[str, float]) -> None:
-    from lema_cuda.elementwise import NativeAdamW
-
-    torch.set_num_threads(2)
-    for size, steps in ((1, 30), (37, 300), (40_001, 4)):
-        expected = adamw_states(TorchAdamW(), size, rates, steps)
-        for found, right in zip(adamw_states(NativeAdamW(), size, rates, steps), expected, strict=True):
-            assert torch.equal(found.nan_to_num(), right.nan_to_num())
-
-
-def test_adamw_of_other_tensors_is_left_to_plain_torch() -> None:
-    from lema_cuda.elementwise import NativeAdamW
-
-    rates = AdamWRates(1e-2, 0.9, 0.99, 1e-8, 0.1, 1)
-    made = []
-    for kernel in (NativeAdamW(), TorchAdamW()):
-        param, state = numbers(5, 4, seed=0), (torch.zeros(5, 4), torch.zeros(5, 4))
-        kernel.update(param.t(), numbers(4, 5, seed=1), state[0].t(), state[1].t(), rates)
-        made.append(param)
-    assert torch.equal(*made)

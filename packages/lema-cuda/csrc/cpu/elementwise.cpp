@@ -71,15 +71,8 @@ extern "C" int32_t lema_rotate(const float *x, const float *cos, const float *si
                          [&](int64_t from, int64_t to) { rotate(rotation, inverse != 0, from, to); });
 }
 
-extern "C" int32_t lema_adamw_moments(const float *grad, float *exp_avg, float *exp_avg_sq, int64_t count, float rate1,
-                                      float beta2, float rate2, int32_t threads) {
-  const lema::Moments moments{grad, exp_avg, exp_avg_sq, rate1, beta2, rate2};
-  return lema::in_pieces(threads, count, lema::ELEMENTS,
-                         [&](int64_t from, int64_t to) { update_moments(moments, from, to); });
-}
-
-extern "C" int32_t lema_adamw_descend(float *param, const float *exp_avg, const float *root, int64_t count, float keep,
-                                      float correction, float eps, float step, int32_t threads) {
-  const lema::Descent descent{param, exp_avg, root, keep, correction, eps, step};
-  return lema::in_pieces(threads, count, lema::ELEMENTS, [&](int64_t from, int64_t to) { descend(descent, from, to); });
+extern "C" int32_t lema_adamw(float *param, const float *grad, float *exp_avg, float *exp_avg_sq, int64_t count,
+                              const lema_adamw_rates *rates, int32_t threads) {
+  const lema::AdamW adamw{param, grad, exp_avg, exp_avg_sq, *rates};
+  return lema::in_pieces(threads, count, lema::ELEMENTS, [&](int64_t from, int64_t to) { update(adamw, from, to); });
 }

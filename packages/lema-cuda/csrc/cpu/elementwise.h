@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "../include/lema.h"
+
 #include <stdint.h>
 
 namespace lema {
@@ -35,16 +37,11 @@ struct Rotation {  // of pairs of rows `half` apart; x, y [heads, 2 * half, n], 
   float *y;
 };
 
-struct Moments {
+struct AdamW {
+  float *param;
   const float *grad;
   float *exp_avg, *exp_avg_sq;
-  float rate1, beta2, rate2;
-};
-
-struct Descent {
-  float *param;
-  const float *exp_avg, *root;
-  float keep, correction, eps, step;
+  lema_adamw_rates rates;
 };
 
 constexpr int64_t MOST_COLUMNS = 256;  // that a norm computes together
@@ -57,8 +54,7 @@ void normalize_gradient(const RmsNormGradient &norm, int64_t from, int64_t to);
 // Elements [from, to).
 void multiply_silu(const SiluProduct &product, int64_t from, int64_t to);
 void multiply_silu_gradient(const SiluProductGradient &product, int64_t from, int64_t to);
-void update_moments(const Moments &moments, int64_t from, int64_t to);
-void descend(const Descent &descent, int64_t from, int64_t to);
+void update(const AdamW &adamw, int64_t from, int64_t to);
 
 // Pairs of rows [from, to), counted through all heads.
 void rotate(const Rotation &rotation, bool inverse, int64_t from, int64_t to);

@@ -216,27 +216,24 @@ void rotate(const Rotation &rotation, bool inverse, int64_t from, int64_t to) {
   }
 }
 
-void update_moments(const Moments &moments, int64_t from, int64_t to) {
+void update(const AdamW &adamw, int64_t from, int64_t to) {
+  const lema_adamw_rates rates = adamw.rates;
   // from 1/2 on torch interpolates backwards, from the gradient to the moment
-  const bool from_gradient = !(moments.rate1 < 0.5f);
-  const __m256 rate1 = all(from_gradient ? moments.rate1 - 1.0f : moments.rate1);
+  const bool from_gradient = !(rates.rate1 < 0.5f);
+  const __m256 rate1 = all(from_gradient ? rates.rate1 - 1.0f : rates.rate1);
   in_registers(from, to, [&](auto lanes, int64_t i) {
-    const __m256 grad = lanes.load(moments.grad + i), exp_avg = lanes.load(moments.exp_avg + i);
-    const __m256 base = from_gradient ? grad : exp_avg;
-    lanes.store(moments.exp_avg + i, _mm256_fmadd_ps(rate1, _mm256_sub_ps(grad, exp_avg), base));
-    const __m256 exp_avg_sq = _mm256_mul_ps(lanes.load(moments.exp_avg_sq + i), all(moments.beta2));
-    const __m256 scaled = _mm256_mul_ps(all(moments.rate2), grad);
-    lanes.store(moments.exp_avg_sq + i, _mm256_fmadd_ps(scaled, grad, exp_avg_sq));
-  });
-}
-
-void descend(const Descent &descent, int64_t from, int64_t to) {
-  in_registers(from, to, [&](auto lanes, int64_t i) {
-    const __m256 root = _mm256_div_ps(lanes.load(descent.root + i), all(descent.correction));
-    const __m256 scaled = _mm256_mul_ps(all(descent.step), lanes.load(descent.exp_avg + i));
-    const __m256 change = _mm256_div_ps(scaled, _mm256_add_ps(root, all(descent.eps)));
-    const __m256 kept = _mm256_mul_ps(lanes.load(descent.param + i), all(descent.keep));
-    lanes.store(descent.param + i, _mm256_add_ps(kept, change));
+    const __m256 grad = _mm256_mul_ps(lanes.load(adamw.grad + i), all(rates.grad_scale));
+    const __m256 before = lanes.load(adamw.exp_avg + i);
+    const __m256 exp_avg = _mm256_fmadd_ps(rate1, _mm256_sub_ps(grad, before), from_gradient ? grad : before);
+    const __m256 faded = _mm256_mul_ps(lanes.load(adamw.exp_avg_sq + i), all(rates.beta2));
+    const __m256 exp_avg_sq = _mm256_fmadd_ps(_mm256_mul_ps(all(rates.rate2), grad), grad, faded);
+    const __m256 root = _mm256_div_ps(_mm256_sqrt_ps(exp_avg_sq), all(rates.correction));
+    const __m256 scaled = _mm256_mul_ps(all(rates.step), exp_avg);
+    const __m256 change = _mm256_div_ps(scaled, _mm256_add_ps(root, all(rates.eps)));
+    const __m256 kept = _mm256_mul_ps(lanes.load(adamw.param + i), all(rates.keep));
+    lanes.store(adamw.exp_avg + i, exp_avg);
+    lanes.store(adamw.exp_avg_sq + i, exp_avg_sq);
+    lanes.store(adamw.param + i, _mm256_add_ps(kept, change));
   });
 }
 

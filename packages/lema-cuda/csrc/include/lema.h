@@ -107,14 +107,18 @@ LEMA_API int32_t lema_silu_product_gradient(const float *dy, const float *gate, 
 LEMA_API int32_t lema_rotate(const float *x, const float *cos, const float *sin, int64_t heads, int64_t half, int64_t n,
                              int32_t inverse, float *y, int32_t threads);
 
-/* AdamW: exp_avg += rate1 * (grad - exp_avg); exp_avg_sq = beta2 * exp_avg_sq + rate2 * grad^2 ... */
-LEMA_API int32_t lema_adamw_moments(const float *grad, float *exp_avg, float *exp_avg_sq, int64_t count, float rate1,
-                                    float beta2, float rate2, int32_t threads);
+/* One AdamW update of `count` numbers in place, with g = grad_scale * grad:
 
-/* ... and, with root = sqrt(exp_avg_sq) from torch, whose square root may be a unit off in the last place:
-   param = keep * param + step * exp_avg / (root / correction + eps). */
-LEMA_API int32_t lema_adamw_descend(float *param, const float *exp_avg, const float *root, int64_t count, float keep,
-                                    float correction, float eps, float step, int32_t threads);
+     exp_avg += rate1 * (g - exp_avg)        exp_avg_sq = beta2 * exp_avg_sq + rate2 * g^2
+     param = keep * param + step * exp_avg / (sqrt(exp_avg_sq) / correction + eps)
+
+   One pass, 28 bytes a number. `threads` 1: by the calling thread alone, which neither waits nor wakes anybody. */
+typedef struct lema_adamw_rates {
+  float grad_scale, rate1, beta2, rate2, keep, correction, eps, step;
+} lema_adamw_rates;
+
+LEMA_API int32_t lema_adamw(float *param, const float *grad, float *exp_avg, float *exp_avg_sq, int64_t count,
+                            const lema_adamw_rates *rates, int32_t threads);
 
 /* ---- Causal attention, inside each row of each segment of N tokens: a segment is `rows` times `tokens` columns from
    `start` on, row after row, and no column belongs to two. Head h reads key head h / (heads / groups). All matrices are

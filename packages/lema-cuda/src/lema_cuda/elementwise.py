@@ -7,6 +7,8 @@ than fp32 and contiguous on the CPU, it is the plain-torch kernel that computes.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -86,31 +88,45 @@ class NativeElementwise(TorchElementwise):
         return y_HDN
 
 
-class NativeAdamW(TorchAdamW):
-    """As :class:`lema_core.ops.adamw.TorchAdamW`, bit for bit. Raises PluginError where there is no library.
+class _Rates(ctypes.Structure):
+    """lema_adamw_rates."""
 
-    The square root is left to torch: its maths library rounds that in its own way, differently from CPU to CPU.
-    """
+    _fields_ = tuple(
+        (name, ctypes.c_float)
+        for name in ("grad_scale", "rate1", "beta2", "rate2", "keep", "correction", "eps", "step")
+    )
+
+
+class NativeAdamW(TorchAdamW):
+    """As :class:`lema_core.ops.adamw.TorchAdamW`, bit for bit, in one pass over the four tensors and without the
+    interpreter's lock. Raises PluginError where there is no library."""
 
     def __init__(self) -> None:
         self._library = open_library()
-        self._root = torch.empty(0)
 
-    def update(self, param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rates: AdamWRates) -> None:
+    def update(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        rates: AdamWRates,
+        threads: int | None = None,
+    ) -> None:
         if not serves(param, grad, exp_avg, exp_avg_sq):
-            super().update(param, grad, exp_avg, exp_avg_sq, rates)
+            super().update(param, grad, exp_avg, exp_avg_sq, rates, threads)
             return
-        count, threads = param.numel(), torch.get_num_threads()
-        if self._root.numel() < count:
-            self._root = torch.empty(count)
-        moments = (each.data_ptr() for each in (grad, exp_avg, exp_avg_sq))
-        raise_for(
-            self._library.lema_adamw_moments(*moments, count, 1 - rates.beta1, rates.beta2, 1 - rates.beta2, threads)
+        native = _Rates(
+            rates.grad_scale,
+            1 - rates.beta1,
+            rates.beta2,
+            1 - rates.beta2,
+            rates.kept,
+            rates.root_correction,
+            rates.eps,
+            -rates.corrected_lr,
         )
-        root = torch.sqrt(exp_avg_sq.view(-1), out=self._root[:count])
-        given = (each.data_ptr() for each in (param, exp_avg, root))
+        given = (each.data_ptr() for each in (param, grad, exp_avg, exp_avg_sq))
         raise_for(
-            self._library.lema_adamw_descend(
-                *given, count, rates.kept, rates.root_correction, rates.eps, -rates.corrected_lr, threads
-            )
+            self._library.lema_adamw(*given, param.numel(), ctypes.byref(native), threads or torch.get_num_threads())
         )

@@ -1,10 +1,10 @@
 """AdamW, and the states of any optimizer as named tensors.
 
 AdamW is Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization" (arXiv:1711.05101), algorithm 2, rounding
-as ``torch.optim.AdamW(foreach=False)`` does, bit for bit. It is not a ``torch.optim.Optimizer``: making one of
-those imports torch's compiler, 74 MB and 2 s. It has the same surface (``param_groups``, ``state``, ``step``,
-``zero_grad``, ``state_dict``, ``load_state_dict``) and the same state (``step``, ``exp_avg``, ``exp_avg_sq``), so
-either continues from the other's files.
+as ``torch.optim.AdamW(foreach=False)`` does, but for the last place of its square roots, which depends on the CPU
+there. It is not a ``torch.optim.Optimizer``: making one of those imports torch's compiler, 74 MB and 2 s. It has the
+same surface (``param_groups``, ``state``, ``step``, ``zero_grad``, ``state_dict``, ``load_state_dict``) and the same
+state (``step``, ``exp_avg``, ``exp_avg_sq``), so either continues from the other's files.
 
 Files hold states by name: ``<parameter>.<key>`` for a tensor, ``<parameter>.<key>:int|float|bool`` for a number.
 Hyperparameters are not stored: after a resume those of the new run count, in the bias correction too.
@@ -41,8 +41,7 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """AdamW over fp32 ``params``, one at a time, by ``kernel`` (default: plain torch): no temporary is larger than the
-    largest parameter.
+    """AdamW over fp32 ``params``, one at a time, by ``kernel`` (default: plain torch).
 
     With gradient g, moments m (``exp_avg``) and v (``exp_avg_sq``), step t, rate lr and decay w::
 
