@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lema_core.ops.gradients import ANCHOR, Sink
+
 #: elements of a block are a multiple of this, and so are those of all vector registers that torch fills at once
 _LANES = 64
 #: elements of a block: so many torch computes on one thread, and they stay in cache between two operations
@@ -33,7 +35,7 @@ class ElementwiseKernel(Protocol):
         ...
 
     def rms_norm_gradient(self, dy_CN: Tensor, x_CN: Tensor, weight_C: Tensor, rstd_N: Tensor) -> Tensor:
-        """The gradient of ``x``; the weight is frozen."""
+        """The gradient of ``x``."""
         ...
 
     def layer_norm(self, x_CN: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +45,7 @@ class ElementwiseKernel(Protocol):
     def layer_norm_gradient(
         self, dy_CN: Tensor, x_CN: Tensor, weight_C: Tensor, mean_N: Tensor, rstd_N: Tensor
     ) -> Tensor:
-        """The gradient of ``x``; weight and bias are frozen."""
+        """The gradient of ``x``."""
         ...
 
     def gelu(self, x_FN: Tensor, approximate: str) -> Tensor:
@@ -143,20 +145,32 @@ class TorchElementwise:
         return y.to(x_HDN.dtype)
 
 
-def rms_norm(kernel: ElementwiseKernel, x_BTC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+def rms_norm(
+    kernel: ElementwiseKernel, x_BTC: Tensor, weight_C: Tensor, eps: float, weight_to: Sink | None = None
+) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight``, statistics in fp32 (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    ``weight_C``: fp32, frozen. Saves ``x`` and one number a token.
+    ``weight_C``: fp32; its gradient goes to ``weight_to``, None where it is frozen. Saves ``x`` and one number a token.
     """
-    return _RmsNorm.apply(kernel, x_BTC, weight_C, eps)
+    return _RmsNorm.apply(kernel, x_BTC, weight_C, eps, weight_to, None if weight_to is None else ANCHOR)
 
 
-def layer_norm(kernel: ElementwiseKernel, x_BTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
+def layer_norm(
+    kernel: ElementwiseKernel,
+    x_BTC: Tensor,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    eps: float,
+    weight_to: Sink | None = None,
+    bias_to: Sink | None = None,
+) -> Tensor:
     """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, statistics in fp32 (Ba et al. 2016, arXiv:1607.06450).
 
-    Weight and bias: fp32, frozen. Saves ``x`` and two numbers a token.
+    Weight and bias: fp32; their gradients go to ``weight_to`` and ``bias_to``, None where they are frozen. Saves ``x``
+    and two numbers a token.
     """
-    return _LayerNorm.apply(kernel, x_BTC, weight_C, bias_C, eps)
+    sinks = weight_to, bias_to
+    return _LayerNorm.apply(kernel, x_BTC, weight_C, bias_C, eps, sinks, None if sinks == (None, None) else ANCHOR)
 
 
 def gelu(kernel: ElementwiseKernel, x_BTF: Tensor, approximate: str) -> Tensor:
@@ -181,9 +195,17 @@ def rotary(kernel: ElementwiseKernel, x_BHTD: Tensor, tables: tuple[Tensor, Tens
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernel: ElementwiseKernel, x_BTC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        kernel: ElementwiseKernel,
+        x_BTC: Tensor,
+        weight_C: Tensor,
+        eps: float,
+        weight_to: Sink | None,
+        anchor: Tensor | None,
+    ) -> Tensor:
         y_CN, rstd_N = kernel.rms_norm(_matrix(x_BTC), weight_C, eps)
-        ctx.kernel = kernel
+        ctx.kernel, ctx.weight_to = kernel, weight_to
         ctx.save_for_backward(x_BTC, weight_C, rstd_N)
         return y_CN.t().view(x_BTC.shape)
 
@@ -191,17 +213,28 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor | None, ...]:
         x_BTC, weight_C, rstd_N = ctx.saved_tensors
-        dx_CN = ctx.kernel.rms_norm_gradient(_matrix(dy_BTC), _matrix(x_BTC), weight_C, rstd_N)
-        return None, dx_CN.t().view(x_BTC.shape), None, None
+        dy_CN, x_CN, dx_BTC = _matrix(dy_BTC), _matrix(x_BTC), None
+        if ctx.weight_to is not None:
+            ctx.weight_to.add_sums((x_CN.float() * rstd_N).mul_(dy_CN))
+        if ctx.needs_input_grad[1]:
+            dx_BTC = ctx.kernel.rms_norm_gradient(dy_CN, x_CN, weight_C, rstd_N).t().view(x_BTC.shape)
+        return None, dx_BTC, None, None, None, None
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kernel: ElementwiseKernel, x_BTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float
+        ctx: Any,
+        kernel: ElementwiseKernel,
+        x_BTC: Tensor,
+        weight_C: Tensor,
+        bias_C: Tensor,
+        eps: float,
+        sinks: tuple[Sink | None, Sink | None],
+        anchor: Tensor | None,
     ) -> Tensor:
         y_CN, mean_N, rstd_N = kernel.layer_norm(_matrix(x_BTC), weight_C, bias_C, eps)
-        ctx.kernel = kernel
+        ctx.kernel, ctx.sinks = kernel, sinks
         ctx.save_for_backward(x_BTC, weight_C, mean_N, rstd_N)
         return y_CN.t().view(x_BTC.shape)
 
@@ -209,8 +242,15 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor | None, ...]:
         x_BTC, weight_C, mean_N, rstd_N = ctx.saved_tensors
-        dx_CN = ctx.kernel.layer_norm_gradient(_matrix(dy_BTC), _matrix(x_BTC), weight_C, mean_N, rstd_N)
-        return None, dx_CN.t().view(x_BTC.shape), None, None, None
+        dy_CN, x_CN, dx_BTC = _matrix(dy_BTC), _matrix(x_BTC), None
+        weight_to, bias_to = ctx.sinks
+        if weight_to is not None:
+            weight_to.add_sums((x_CN.float() - mean_N).mul_(rstd_N).mul_(dy_CN))
+        if bias_to is not None:
+            bias_to.add_sums(dy_CN)
+        if ctx.needs_input_grad[1]:
+            dx_BTC = ctx.kernel.layer_norm_gradient(dy_CN, x_CN, weight_C, mean_N, rstd_N).t().view(x_BTC.shape)
+        return None, dx_BTC, *(None,) * 6
 
 
 class _Gelu(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from lema_core.ops.context import Segment
 from lema_core.ops.elementwise import sum_of_features
+from lema_core.ops.gradients import ANCHOR
 from lema_core.ops.products import (
     add_low_rank_gradients,
     input_gradient,
@@ -52,6 +53,8 @@ def run_experts(ops: StreamedOps, x_BTC: Tensor, scores_Nk: Tensor, picked_Nk: T
     routed = tuple(_routed(ops.now, picked_Nk, prefix))
     updates = [ops.updates[name] for each in routed for name in (each.gate_up, each.modules[2]) if name in ops.updates]
     trained = [parameter for update in updates for parameter in update.parameters()]
+    if any(ops.trains(f"{module}.weight") for each in routed for module in each.modules):
+        trained.append(ANCHOR)
     keep = torch.is_grad_enabled() and not ops.now.again
     x_NC = x_BTC.reshape(-1, x_BTC.shape[-1])
     y_NC = _Experts.apply(ops, ops.now, routed, keep, x_NC, scores_Nk, *trained)
@@ -84,8 +87,9 @@ def _among(now: Pass, tokens: Tensor) -> Pass:
 
 
 class _Experts(torch.autograd.Function):
-    """Inputs after the scores are lora_A and lora_B of the experts' updates; their gradients are added to ``.grad``
-    here, micro-batch by micro-batch. ``keep``: what gates are computed from again otherwise."""
+    """Inputs after the scores are lora_A and lora_B of the experts' updates, and an anchor where weights train; their
+    gradients are added to ``.grad`` and to accumulators here, micro-batch by micro-batch. ``keep``: what gates are
+    computed from again otherwise."""
 
     @staticmethod
     def forward(
@@ -141,18 +145,20 @@ class _Experts(torch.autograd.Function):
 def _gradients(
     ops: StreamedOps, each: Routed, x_Cn: Tensor, gate_Fn: Tensor, up_Fn: Tensor, dy_Cn: Tensor, scores_n: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of an expert's input and of its scores; adds those of its updates."""
+    """Of an expert's input and of its scores; adds those of its updates and of its weights that train."""
     now, elementwise = each.one_pass, ops.kernels.elementwise
     gate, up, down = each.modules
     h_Fn = elementwise.silu_product(gate_Fn, up_Fn)
     update = ops.updates.get(down)
     da_rn = None if update is None else through_B(ops, now, update, dy_Cn)
-    dh_Fn = input_gradient(ops, now, [down], {down: dy_Cn}, {} if da_rn is None else {down: da_rn})
+    # scores of what is multiplied instead of those of the product: the weight's gradient is the same
+    scored_Fn = h_Fn * scores_n if ops.trains(f"{down}.weight") else None
+    dh_Fn = input_gradient(ops, now, [down], {down: dy_Cn}, {} if da_rn is None else {down: da_rn}, scored_Fn)
     d_scores_n = sum_of_features(h_Fn * dh_Fn)
     if update is not None:
         _add_gradients(ops, now, down, h_Fn, dy_Cn * scores_n, da_rn.mul_(scores_n))
     d_gate_Fn, d_up_Fn = elementwise.silu_product_gradient(dh_Fn.mul_(scores_n), gate_Fn, up_Fn)
-    dx_Cn = input_gradient(ops, now, [gate, up], {gate: d_gate_Fn, up: d_up_Fn}, {})
+    dx_Cn = input_gradient(ops, now, [gate, up], {gate: d_gate_Fn, up: d_up_Fn}, {}, x_Cn)
     update = ops.updates.get(each.gate_up)
     if update is not None:
         d_gate_up = torch.cat((d_gate_Fn, d_up_Fn))

@@ -39,7 +39,7 @@ class LinearKernel:
     def packed(self, x_KN: Tensor, segments: Sequence[Columns] = ()) -> Any:
         """What several products with the same right-hand side share, to be given as ``x`` to :meth:`forward` with the
         same ``segments``."""
-        return _split(x_KN, segments)
+        return apart(x_KN, segments)
 
     def forward(
         self,
@@ -53,10 +53,10 @@ class LinearKernel:
 
         ``x``: a tensor [K, N], or what :meth:`packed` returned; ``out`` has its dtype.
         """
-        shares = x if isinstance(x, tuple) else _split(x, segments)
+        shares = x if isinstance(x, tuple) else apart(x, segments)
         columns = segments or ((0, out_RN.shape[1]),)
         if update is not None:
-            low_rank, projected, scale = update[0].to(out_RN.dtype), _split(update[1], segments), update[2]
+            low_rank, projected, scale = update[0].to(out_RN.dtype), apart(update[1], segments), update[2]
         for start, stop, w in self._blocks(weight_RK, out_RN):
             for i, (first, last) in enumerate(columns):
                 target = out_RN[start:stop, first:last]
@@ -78,16 +78,16 @@ class LinearKernel:
     ) -> None:
         """dx = W^T dy, or dx += W^T dy when not ``first``; plus A^T da where ``update`` is (A [r, K] in fp32, da
         [r, N])."""
-        sums = _split(dx_KN, segments)
+        sums = apart(dx_KN, segments)
         for start, stop, w in self._blocks(weight_RK, dy_RN):
-            for dx, dy in zip(sums, _split(dy_RN[start:stop], segments), strict=True):
+            for dx, dy in zip(sums, apart(dy_RN[start:stop], segments), strict=True):
                 if first and start == 0:
                     torch.mm(w.t(), dy, out=dx)
                 else:
                     dx.addmm_(w.t(), dy)
         if update is not None:
             a_Kr = update[0].to(dx_KN.dtype).t()
-            for dx, da in zip(sums, _split(update[1], segments), strict=True):
+            for dx, da in zip(sums, apart(update[1], segments), strict=True):
                 dx.addmm_(a_Kr, da)
         for dx, (begin, end) in zip(sums, segments, strict=bool(segments)):
             if (target := dx_KN[:, begin:end]).data_ptr() != dx.data_ptr():
@@ -117,7 +117,7 @@ class LinearKernel:
         return held[:elements]
 
 
-def _split(x: Tensor, segments: Sequence[Columns]) -> tuple[Tensor, ...]:
+def apart(x: Tensor, segments: Sequence[Columns]) -> tuple[Tensor, ...]:
     """The columns of each segment, where a product cannot tell whether it stands alone; x itself without segments."""
     if not segments:
         return (x,)

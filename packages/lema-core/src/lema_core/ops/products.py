@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.tape import Products
+from lema_core.store.granules import Part
 
 if TYPE_CHECKING:
     from lema_core.ops.streamed import Pass, StreamedOps
@@ -60,7 +61,7 @@ def product(
 
 def _with_bias(ops: StreamedOps, module: str, y_ON: Tensor) -> Tensor:
     if ops.has_bias(module):
-        y_ON += ops.vector(f"{module}.bias").to(y_ON.dtype).unsqueeze(1)
+        y_ON += ops.held(f"{module}.bias").to(y_ON.dtype).unsqueeze(1)
     return y_ON
 
 
@@ -100,8 +101,13 @@ def input_gradient(
     modules: Sequence[str],
     dy: Mapping[str, Tensor],
     da: Mapping[str, Tensor],
+    x_KN: Tensor | None = None,
 ) -> Tensor:
-    """The sum over modules of W^T dy + A^T da, [K, N]; borrows in the reverse order of the forward pass."""
+    """The sum over modules of W^T dy + A^T da, [K, N]; borrows in the reverse order of the forward pass.
+
+    With what the modules were given, ``x_KN``, each block of a weight that trains gets its gradient too, right after it
+    was borrowed.
+    """
     dx_KN: Tensor | None = None
     masked: list[str] = []
     for module in reversed(modules):
@@ -112,7 +118,7 @@ def input_gradient(
         elif update is not None:
             term = update.lora_A.detach().to(dy_ON.dtype), da[module]
         if module in ops.transposed:
-            through_KN = _transposed_input_gradient(ops, now, module, dy_ON, term)
+            through_KN = _transposed_input_gradient(ops, now, module, dy_ON, term, x_KN)
             dx_KN = through_KN if dx_KN is None else dx_KN.add_(through_KN)
             continue
         for part in reversed(ops.weights.parts(f"{module}.weight")):
@@ -124,6 +130,7 @@ def input_gradient(
                     weight, dy_ON[part.start : part.stop], dx_KN, first, term, now.columns
                 )
             term = None
+            _add_weight_gradient(ops, now, module, part, dy_ON, x_KN)
     for module in masked:
         update = ops.updates[module]
         branch_KN = torch.empty_like(dx_KN)
@@ -134,7 +141,12 @@ def input_gradient(
 
 
 def _transposed_input_gradient(
-    ops: StreamedOps, now: Pass, module: str, dy_ON: Tensor, term: tuple[Tensor, Tensor] | None
+    ops: StreamedOps,
+    now: Pass,
+    module: str,
+    dy_ON: Tensor,
+    term: tuple[Tensor, Tensor] | None,
+    x_KN: Tensor | None,
 ) -> Tensor:
     """Of one module whose weight lies as [in, out]: W dy + A^T da, [K, N]."""
     parts = ops.weights.parts(f"{module}.weight")
@@ -146,7 +158,38 @@ def _transposed_input_gradient(
         with ops.weights.borrow(part) as weight:
             update = None if a_Kr is None else (a_Kr[rows], term[1], 1.0)
             ops.kernels.linear.forward(weight, dy, dx_KN[rows], update, now.columns)
+        _add_weight_gradient(ops, now, module, part, dy_ON, x_KN)
     return dx_KN
+
+
+def add_weight_gradients(
+    ops: StreamedOps, now: Pass, modules: Sequence[str], dy: Mapping[str, Tensor], x_KN: Tensor | None
+) -> None:
+    """Those of weights that train, where nobody needs that of their input: the weights are not borrowed."""
+    for module in reversed(modules):
+        for part in reversed(ops.weights.parts(f"{module}.weight")):
+            _add_weight_gradient(ops, now, module, part, dy[module], x_KN)
+
+
+def _add_weight_gradient(
+    ops: StreamedOps, now: Pass, module: str, part: Part, dy_ON: Tensor, x_KN: Tensor | None
+) -> None:
+    """dy x^T of a block of rows, or x dy^T of one that lies as [in, out], where it trains."""
+    if x_KN is None or not ops.trains(part.tensor):
+        return
+    rows = slice(part.start, part.stop)
+    if module in ops.transposed:
+        ops.gradients.add_product(part, x_KN[rows], dy_ON, now.columns)
+    else:
+        ops.gradients.add_product(part, dy_ON[rows], x_KN, now.columns)
+
+
+def add_bias_gradients(ops: StreamedOps, now: Pass, modules: Sequence[str], dy: Mapping[str, Tensor]) -> None:
+    """Of the biases that train."""
+    for module in modules:
+        sink = ops.sink(f"{module}.bias", now) if ops.has_bias(module) else None
+        if sink is not None:
+            sink.add_sums(dy[module])
 
 
 def add_low_rank_gradients(

@@ -1,9 +1,10 @@
 """The operations an adapter writes its math with. Each borrows the weights it needs and gives them back before it
 returns.
 
-A linear saves where its weight lies, never the weight, and borrows again when the gradient comes. Frozen weights get no
-gradient. Several micro-batches may be packed into one pass: what mixes tokens, and what might round by their number,
-is then computed for each apart. Shapes: N tokens, K inputs, O outputs, r rank of a low-rank update.
+A linear saves where its weight lies, never the weight, and borrows again when the gradient comes. Weights that train
+get their gradient in accumulators outside of autograd, frozen ones get none. Several micro-batches may be packed into
+one pass: what mixes tokens, and what might round by their number, is then computed for each apart. Shapes: N tokens, K
+inputs, O outputs, r rank of a low-rank update.
 """
 
 from __future__ import annotations
@@ -21,9 +22,17 @@ from lema_core.ops.context import Dropout, ForwardContext, Segment
 from lema_core.ops.conv import short_conv
 from lema_core.ops.elementwise import gelu, layer_norm, rms_norm, rotary, silu_product
 from lema_core.ops.experts import run_experts
+from lema_core.ops.gradients import ANCHOR, Collected, Gradients, Rows, Sink
 from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
-from lema_core.ops.products import add_low_rank_gradients, input_gradient, products, through_B
+from lema_core.ops.products import (
+    add_bias_gradients,
+    add_low_rank_gradients,
+    add_weight_gradients,
+    input_gradient,
+    products,
+    through_B,
+)
 from lema_core.ops.tape import Tape
 from lema_core.store.source import WeightSource
 
@@ -52,7 +61,8 @@ _ALONE = Pass()
 
 class StreamedOps:
     """Operations over one weight source. ``updates``: low-rank updates by module name; ``biased``: modules that have a
-    bias; ``transposed``: those whose weight lies as [in, out]."""
+    bias; ``transposed``: those whose weight lies as [in, out]; ``gradients``: of weights that train, None where none
+    does."""
 
     def __init__(
         self,
@@ -63,6 +73,7 @@ class StreamedOps:
         updates: Mapping[str, LowRankUpdate],
         biased: frozenset[str] = frozenset(),
         transposed: frozenset[str] = frozenset(),
+        gradients: Gradients | None = None,
     ) -> None:
         self.weights = weights
         self.kernels = kernels
@@ -71,6 +82,7 @@ class StreamedOps:
         self.updates = updates
         self.biased = biased
         self.transposed = transposed
+        self.gradients = gradients
         self.now = _ALONE
 
     @contextmanager
@@ -86,6 +98,8 @@ class StreamedOps:
         """``[W x + b + low-rank update for each module]`` of one input, given together so that they can be computed
         together. ``last``: a block's output; see :meth:`block_output`."""
         trained = [tensor for name in modules if name in self.updates for tensor in self.updates[name].parameters()]
+        if any(self.trains(f"{name}.weight") or self.trains(f"{name}.bias") for name in modules):
+            trained.append(ANCHOR)
         leading = x_BTK.shape[:-1]
         x_NK = x_BTK.reshape(-1, x_BTK.shape[-1])
         outputs = _Linears.apply(self, self.now, tuple(modules), last, x_NK, *trained)
@@ -109,27 +123,53 @@ class StreamedOps:
 
     def embedding(self, ids_BT: Tensor, name: str) -> Tensor:
         """Rows of the table ``name`` -> [B, T, C], feature-major."""
-        rows_NC = self.weights.rows(name, ids_BT.reshape(-1).cpu(), self.dtype)
+        ids_N = ids_BT.reshape(-1).cpu()
+        rows_NC = self.weights.rows(name, ids_N, self.dtype)
+        if self.trains(name):
+            rows_NC = Rows.apply(rows_NC, self.gradients, name, ids_N, self.now.columns, ANCHOR)
         return rows_NC.t().contiguous().t().view(*ids_BT.shape, -1)
 
     def vector(self, name: str) -> Tensor:
-        """A small tensor (norm weight, bias) copied out in fp32."""
+        """A small tensor, copied out in fp32, for math of an adapter's own.
+
+        Where it trains, its gradient is added for all micro-batches of a pass at once, and so may round by what is
+        packed together; the operations below add it micro-batch by micro-batch.
+        """
+        sink = self.sink(name)
+        held = self.held(name)
+        return held if sink is None else Collected.apply(held, sink, ANCHOR)
+
+    def held(self, name: str) -> Tensor:
+        """A small tensor (norm weight, bias), copied out in fp32; autograd knows nothing of it."""
         (part,) = self.weights.parts(name)
         with self.weights.borrow(part) as held:
             return held.to(torch.float32, copy=True)
 
+    def trains(self, name: str) -> bool:
+        return self.gradients is not None and self.gradients.trains(name)
+
+    def sink(self, name: str, one_pass: Pass | None = None) -> Sink | None:
+        """Where the gradient of a small tensor goes, from the present pass if not from ``one_pass``; None where it is
+        frozen."""
+        if not self.trains(name):
+            return None
+        (part,) = self.weights.parts(name)
+        return Sink(self.gradients, part, (one_pass or self.now).columns)
+
     def rms_norm(self, x_BTC: Tensor, name: str, eps: float) -> Tensor:
         """x / rms(x) * weight, statistics in fp32 (Zhang and Sennrich, 2019)."""
-        return rms_norm(self.kernels.elementwise, x_BTC, self.vector(name), eps)
+        return rms_norm(self.kernels.elementwise, x_BTC, self.held(name), eps, self.sink(name))
 
     def head_norm(self, x_BHTD: Tensor, name: str, eps: float) -> Tensor:
         """The same over the features of each head."""
-        return rms_norm(self.kernels.elementwise, x_BHTD, self.vector(name), eps)
+        return rms_norm(self.kernels.elementwise, x_BHTD, self.held(name), eps, self.sink(name))
 
     def layer_norm(self, x_BTC: Tensor, module: str, eps: float) -> Tensor:
         """(x - mean) / std * weight + bias, statistics in fp32 (Ba et al., 2016)."""
-        weight_C, bias_C = self.vector(f"{module}.weight"), self.vector(f"{module}.bias")
-        return layer_norm(self.kernels.elementwise, x_BTC, weight_C, bias_C, eps)
+        names = f"{module}.weight", f"{module}.bias"
+        return layer_norm(
+            self.kernels.elementwise, x_BTC, *map(self.held, names), eps, *(self.sink(name) for name in names)
+        )
 
     def gelu(self, x_BTF: Tensor, approximate: str = "none") -> Tensor:
         """x times the normal distribution's cumulative function (Hendrycks and Gimpel, 2016); ``approximate="tanh"``:
@@ -167,9 +207,11 @@ class StreamedOps:
 
     def conv(self, x_BTC: Tensor, module: str, ctx: ForwardContext, layer: int) -> Tensor:
         """A short causal convolution along each row, every feature by itself; the weight is [C, 1, taps]."""
-        taps_CK = self.vector(f"{module}.weight").flatten(1)
-        bias_C = self.vector(f"{module}.bias") if self.has_bias(module) else None
-        return short_conv(x_BTC, taps_CK, bias_C, ctx, layer)
+        taps_CK, taps_to = self.held(f"{module}.weight").flatten(1), self.sink(f"{module}.weight")
+        bias_C, bias_to = None, None
+        if self.has_bias(module):
+            bias_C, bias_to = self.held(f"{module}.bias"), self.sink(f"{module}.bias")
+        return short_conv(x_BTC, taps_CK, bias_C, ctx, layer, taps_to, bias_to)
 
     def dropout(self, x_BTC: Tensor, p: float, name: str) -> Tensor:
         """Dropout in training, identity otherwise."""
@@ -194,10 +236,11 @@ def _feature_major(x_NK: Tensor) -> Tensor:
 
 
 class _Linears(torch.autograd.Function):
-    """Several linears of one input. Inputs after x are lora_A, lora_B of the modules that have an update, in order.
+    """Several linears of one input. Inputs after x are lora_A, lora_B of the modules that have an update, in order, and
+    an anchor where weights or biases train.
 
-    Their gradients are added to ``.grad`` here, micro-batch by micro-batch, so that the order of the sums does not
-    depend on what is packed together.
+    Their gradients are added to ``.grad`` and to accumulators here, micro-batch by micro-batch, so that the order of
+    the sums does not depend on what is packed together.
     """
 
     @staticmethod
@@ -213,7 +256,8 @@ class _Linears(torch.autograd.Function):
             if tape is not None:
                 tape.record(found)
         ctx.ops, ctx.now, ctx.modules = ops, now, modules
-        ctx.save_for_backward(x_KN if trained else None, found.projected)
+        multiplied = found.projected is not None or any(ops.trains(f"{name}.weight") for name in modules)
+        ctx.save_for_backward(x_KN if multiplied else None, found.projected)
         return tuple(y_ON.t() for y_ON in found.outputs)
 
     @staticmethod
@@ -224,7 +268,12 @@ class _Linears(torch.autograd.Function):
         da = {
             module: through_B(ops, now, ops.updates[module], dy[module]) for module in modules if module in ops.updates
         }
-        dx_KN = input_gradient(ops, now, modules, dy, da) if ctx.needs_input_grad[4] else None
+        dx_KN = None
+        if ctx.needs_input_grad[4]:
+            dx_KN = input_gradient(ops, now, modules, dy, da, x_KN)
+        else:
+            add_weight_gradients(ops, now, modules, dy, x_KN)
         if da:
             add_low_rank_gradients(ops, now, dy, da, x_KN, projected_rN)
-        return None, None, None, None, None if dx_KN is None else dx_KN.t(), *(None for _ in range(2 * len(da)))
+        add_bias_gradients(ops, now, modules, dy)
+        return None, None, None, None, None if dx_KN is None else dx_KN.t(), *(None for _ in ctx.needs_input_grad[5:])

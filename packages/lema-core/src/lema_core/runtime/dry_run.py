@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 
 from lema_core.adapter import ModelAdapter
+from lema_core.ops.gradients import with_tied
 from lema_core.ops.kernels import Kernels
 from lema_core.ops.linear import LinearKernel
 from lema_core.ops.low_rank import LowRankUpdate
@@ -23,6 +24,7 @@ from lema_core.runtime.piece_run import Level, Observer, PieceRun, segment
 from lema_core.runtime.stand_in import (
     ByteCounter,
     CountingOps,
+    StandInGradients,
     StandInKernel,
     StandInWeights,
     nbytes_of,
@@ -123,7 +125,8 @@ class Piece:
 class DryRun:
     """Pieces of steps of ``adapter`` on ``model`` with ``updates``; each found when first asked for, then kept.
 
-    ``kernels``: the run's, all but the products of which allocate as in a step.
+    ``kernels``: the run's, all but the products of which allocate as in a step. ``trained``: names of the weights that
+    train.
     """
 
     def __init__(
@@ -133,9 +136,11 @@ class DryRun:
         updates: Mapping[str, LowRankUpdate],
         dtype: torch.dtype,
         kernels: Kernels,
+        trained: frozenset[str] = frozenset(),
     ) -> None:
         self.adapter = adapter
         self.dtype = dtype
+        self._trained_weights = with_tied(adapter, trained)
         self._kernels = kernels
         self._model = model
         self._updates = {
@@ -154,6 +159,10 @@ class DryRun:
         for spec in adapter.linear_modules():
             if spec.module in updates:
                 self._trains[spec.layer].append(spec.module)
+        self._weights_of: dict[int | None, list[str]] = {layer: [] for layer in self._names}
+        for spec in adapter.tensors():
+            if spec.name in self._trained_weights:
+                self._weights_of.setdefault(spec.layer, []).append(spec.name)
         self._looks = {layer: self._look(layer) for layer in self._names}
         self._trained = {layer: self._count_trained(modules) for layer, modules in self._trains.items()}
         self._trained[None] = self._count_trained(self._updates)
@@ -188,6 +197,10 @@ class DryRun:
 
     def embed(self) -> Piece:
         return self._piece("embed", None, ALONE, lambda run: run.embed())
+
+    def embed_gradient(self, packing: Packing = ALONE) -> Piece:
+        """The embedding again, for the gradient of what trains in it."""
+        return self._piece("embed gradient", None, packing, lambda run: run.embed_gradient())
 
     def forward(self, layer: int, level: Level, packing: Packing = ALONE) -> Piece:
         """A block in the forward pass; ``left`` is its output and what it keeps for its gradient."""
@@ -245,7 +258,7 @@ class DryRun:
         return self._model.layout.parts[self._names[layer][one.place]][one.index].granule
 
     def _look(self, layer: int | None) -> Hashable:
-        """Equal for layers that cost the same: what their tensors and updates look like."""
+        """Equal for layers that cost the same: what their tensors and updates look like, and what trains."""
         shapes = tuple(
             tuple((part.shape, part.dtype) for part in self._model.layout.parts[name]) for name in self._names[layer]
         )
@@ -253,7 +266,8 @@ class DryRun:
             (*(parameter.shape for parameter in update.parameters()), update.dropout)
             for update in map(self._updates.__getitem__, self._trains[layer])
         )
-        where = tuple(module.replace(f".{layer}.", ".", 1) for module in self._trains[layer])
+        names = self._trains[layer], self._weights_of[layer]
+        where = tuple(tuple(name.replace(f".{layer}.", ".", 1) for name in each) for each in names)
         return shapes, updates, where
 
     def _set_gradients(self, modules: Iterable[str]) -> None:
@@ -294,7 +308,8 @@ class _DryPiece(Observer):
         linear = dry._kernels.linear
         kernels = replace(dry._kernels, linear=StandInKernel(self.weights, isinstance(linear, LinearKernel)))
         modules = dry._model.biased_modules, dry._model.transposed_modules
-        ops = CountingOps(self.weights, kernels, torch.device("cpu"), dry.dtype, dry._updates, *modules)
+        gradients = StandInGradients(self.weights, dry._model, dry._trained_weights) if dry._trained_weights else None
+        ops = CountingOps(self.weights, kernels, torch.device("cpu"), dry.dtype, dry._updates, *modules, gradients)
         # Where one needs a mask, the other does not: a kernel may have two ways then, and hold what both take.
         first = tokens - tokens // 4 if packing.several else tokens
         segments = (segment(0, 0, first, 2, packing.masked),)

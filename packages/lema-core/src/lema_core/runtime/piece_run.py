@@ -77,6 +77,16 @@ class PieceRun:
             _kept = self._adapter.embed(self._ops, self.ids, self.ctx)
             self._observer.over()
 
+    def embed_gradient(self) -> None:
+        """The embedding again, and the gradient of what trains in it."""
+        dy_BTC = self._x()
+        with self._observer.watching():
+            with torch.enable_grad(), self._ops.during(Pass(self._segments, self._dropout, again=True)):
+                x_BTC = self._adapter.embed(self._ops, self.ids, self.ctx)
+            backward_from(x_BTC, dy_BTC)
+            del x_BTC
+            self._observer.over()
+
     def forward(self, layer: int, level: Level) -> None:
         if level is Level.GRAPH:
             with self._observer.watching():

@@ -28,6 +28,7 @@ from lema_core.ops.context import (
     token_positions,
 )
 from lema_core.ops.gradient import backward_from
+from lema_core.ops.gradients import Gradients
 from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import Pass, StreamedOps
@@ -46,10 +47,11 @@ from lema_core.store.trace import Trace
 @dataclass(frozen=True)
 class TrainPass:
     """How a training step is computed. ``first_layer``: the lowest one with something trainable (n_layers: only the
-    head has). ``seed``: of dropout."""
+    head has). ``seed``: of dropout. ``embeds``: what is below the first block trains too; ``first_layer`` is 0 then."""
 
     first_layer: int
     seed: int
+    embeds: bool = False
 
 
 @dataclass
@@ -76,7 +78,7 @@ class _Left:
 
 class ModelRunner:
     """Computes with ``adapter`` on ``store``. ``updates``: low-rank updates by module name, trained through their
-    ``.grad``.
+    ``.grad``. ``gradients``: where those of trained weights are added up; None: all weights are frozen.
 
     ``scheduler`` decides what a training step keeps and what passes a layer together; by default a step keeps all.
     ``activations`` holds what blocks are given until their gradient comes; by default without a limit. After a step
@@ -94,6 +96,7 @@ class ModelRunner:
         scheduler: Scheduler | None = None,
         activations: ActivationStream | None = None,
         most_bytes: int | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         self.adapter = adapter
         self.store = store
@@ -104,17 +107,23 @@ class ModelRunner:
         self._of_experts = [update for module, update in updates.items() if module in experts]
         self._most_bytes = most_bytes
         self.dtype = self._device.compute_dtype(model.matrix_dtype)
-        self.scheduler = scheduler or Scheduler(StepCosts(DryRun(adapter, model, updates, self.dtype, kernels)))
+        self._gradients = gradients
+        if scheduler is None:
+            named = (spec.name for spec in adapter.tensors())
+            trained = frozenset(name for name in named if gradients is not None and gradients.trains(name))
+            scheduler = Scheduler(StepCosts(DryRun(adapter, model, updates, self.dtype, kernels, trained)))
+        self.scheduler = scheduler
         self.activations = activations or ActivationStream(self._device, None, None, None)
         where, modules = self._device.torch_device, (model.biased_modules, model.transposed_modules)
-        self._ops = StreamedOps(store, kernels, where, self.dtype, updates, *modules)
+        self._ops = StreamedOps(store, kernels, where, self.dtype, updates, *modules, gradients)
 
     # -- training
 
     def train_step(
         self, batches: Sequence[TokenBatch], how: TrainPass, step: int, logits: dict[int, Tensor] | None = None
     ) -> float:
-        """Add the gradient of the token-weighted mean loss over all micro-batches to the parameters; returns that loss.
+        """Add the gradient of the token-weighted mean loss over all micro-batches to the parameters, and to the
+        accumulators of trained weights; returns that loss.
 
         Micro-batches without a target are left out. ``step`` keys dropout. ``logits``, where given, takes those of this
         forward by micro-batch, fp32 [B, T, V] on the CPU; none of one that was left out.
@@ -123,7 +132,8 @@ class ModelRunner:
         if n_targets == 0:
             raise DataError("every label of this step is masked: there is nothing to learn from")
         learning = {index: batch for index, batch in enumerate(batches) if batch.n_targets}
-        shape = StepShape(tuple(map(self._shape_of, learning.values())), how.first_layer, logits is not None)
+        micro_batches = tuple(map(self._shape_of, learning.values()))
+        shape = StepShape(micro_batches, how.first_layer, logits is not None, how.embeds)
         schedule = self.scheduler.choose(shape)
         if logits is not None:
             logits.clear()
@@ -153,6 +163,8 @@ class ModelRunner:
             self._group(number, {numbers[i]: batches[numbers[i]] for i in members}, how.seed, step, scale)
             for number, members in enumerate(schedule.groups)
         ]
+        # gradients pass all layers above it
+        lowest = -1 if how.embeds else how.first_layer
         left: dict[tuple[int, int], _Left] = {}
         with torch.no_grad():
             for group in groups:
@@ -164,7 +176,7 @@ class ModelRunner:
                         group.x_1NC = self._block(group, layer, group.x_1NC, group.first_pass)
                     else:
                         level = schedule.levels[layer]
-                        left[layer, group.number] = self._forward(group, layer, level, layer > how.first_layer)
+                        left[layer, group.number] = self._forward(group, layer, level, layer > lowest)
             if logits is not None:
                 logits.update(self._logits(batches, groups))
         # Blocks' temporaries are gone: what they lay in would stay resident beside the logits, and these beside the
@@ -176,7 +188,14 @@ class ModelRunner:
         self._device.trim()
         for layer in range(self.adapter.n_layers - 1, how.first_layer - 1, -1):
             for group in groups:
-                self._backward(group, layer, left.pop((layer, group.number)), layer > how.first_layer)
+                self._backward(group, layer, left.pop((layer, group.number)), layer > lowest)
+            if self._gradients is not None:
+                self._gradients.complete(layer)
+        if how.embeds:
+            for group in groups:
+                self._embed_gradient(group)
+        if self._gradients is not None:
+            self._gradients.complete(None)
         return loss
 
     def _group(self, number: int, batches: Mapping[int, TokenBatch], seed: int, step: int, scale: float) -> _Group:
@@ -261,6 +280,13 @@ class ModelRunner:
         # A block in which nothing is trained, below none that is, has no graph to go through.
         backward_from(x_out, dx_1NC)
         group.dx_1NC = x_in.grad
+
+    def _embed_gradient(self, group: _Group) -> None:
+        """The embedding runs again, with the same dropout, for the gradient of its tables."""
+        with torch.enable_grad(), self._ops.during(replace(group.first_pass, again=True)):
+            x_1NC = self.adapter.embed(self._ops, group.ids_1N, group.ctx)
+        dx_1NC, group.dx_1NC = group.dx_1NC, None
+        backward_from(x_1NC, dx_1NC)
 
     # -- evaluation
 

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lema_core.errors import BudgetError
+from lema_core.errors import BudgetError, PlanError
 from lema_core.memory import format_bytes
 from lema_core.runtime.dry_run import DryRun, Packing, Piece
 from lema_core.runtime.head_loss import chunk_tokens, cut_head, cut_tokens
@@ -67,11 +67,21 @@ class MicroBatch:
 @dataclass(frozen=True)
 class StepShape:
     """A training step before it is scheduled. ``first_layer``: the lowest one with something trainable (n_layers: only
-    the head has). ``logits``: they are wanted of every token."""
+    the head has). ``logits``: they are wanted of every token. ``embeds``: what is below the first block trains too."""
 
     micro_batches: tuple[MicroBatch, ...]
     first_layer: int
     logits: bool = False
+    embeds: bool = False
+
+    def __post_init__(self) -> None:
+        if self.embeds and self.first_layer:
+            raise PlanError(f"embeddings train, so that gradients pass all layers, but stop at {self.first_layer}")
+
+    @property
+    def lowest(self) -> int:
+        """Gradients pass all layers above it."""
+        return -1 if self.embeds else self.first_layer
 
     @property
     def tokens(self) -> int:
@@ -140,8 +150,10 @@ class StepCosts:
         for tokens, packing in head_chunks(shape, dry.adapter.vocab_size):
             pieces.append((dry.head(True, wants_dx, packing), tokens, 1))
         for layer in range(n_layers - 1, shape.first_layer - 1, -1):
-            what = layer, schedule.levels[layer], layer > shape.first_layer
+            what = layer, schedule.levels[layer], layer > shape.lowest
             pieces += [(dry.backward(*what, packing), tokens, row) for tokens, row, packing in groups]
+        if shape.embeds:
+            pieces += [(dry.embed_gradient(packing), tokens, row) for tokens, row, packing in groups]
         return pieces
 
     def _evaluation(self, tokens: int, row_tokens: int, chunks: tuple[int, ...]) -> Trace:
@@ -241,12 +253,14 @@ class StepCosts:
         for layer in range(n_layers - 1, shape.first_layer - 1, -1):
             level = schedule.levels[layer]
             for group, n, packing in groups:
-                cost = dry.backward(layer, level, layer > shape.first_layer, packing).cost
+                cost = dry.backward(layer, level, layer > shape.lowest, packing).cost
                 added, _, working = pairs[group]
                 again = working + (0 if level is Level.GRAPH else added)
                 peak = max(peak, fixed + min(inputs, most) + cost.peak.at(n) + again)
                 fixed -= kept[layer, group]
                 inputs -= 0 if level is Level.GRAPH else dry.boundary.at(n)
+        if shape.embeds:
+            peak = max([peak, *(fixed + dry.embed_gradient(packing).cost.peak.at(n) for _, n, packing in groups)])
         return math.ceil(peak)
 
     def _pair_bytes(self, shape: StepShape, group: Sequence[int]) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
-"""What stands in for weights and products where a piece of a step is run only to see what it does.
+"""What stands in for weights, products and gradients where a piece of a step is run only to see what it does.
 
-Weights are zeros without memory behind them, products are counted instead of computed, and a dispatch mode counts the
-bytes of everything that torch allocates.
+Weights are zeros without memory behind them, products are counted instead of computed, gradients of weights are added
+to nothing, and a dispatch mode counts the bytes of everything that torch allocates.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lema_core.ops.context import ForwardContext
+from lema_core.ops.gradients import Gradients
 from lema_core.ops.linear import Columns, LinearKernel
 from lema_core.ops.streamed import StreamedOps
 from lema_core.store.granules import Part
@@ -110,6 +111,39 @@ class StandInKernel(LinearKernel):
     def _count(self, flops: float) -> None:
         self._weights.step.flops += flops
         self._weights.step.operations += 1
+
+
+class StandInGradients(Gradients):
+    """Counts what is added to the gradients of ``trained`` tensors, which are not there."""
+
+    def __init__(self, weights: StandInWeights, model: StreamedModel, trained: frozenset[str]) -> None:
+        self._weights = weights
+        self._model = model
+        self._trained = trained
+
+    def trains(self, tensor: str) -> bool:
+        return tensor in self._trained
+
+    def borrow(self, part: Part) -> AbstractContextManager[Tensor]:
+        return nullcontext(zeros_without_memory(part.shape, torch.float32))
+
+    def row_parts(self, tensor: str) -> tuple[Part, ...]:
+        rows, columns = self._model.embeddings[tensor].shape
+        return (Part(tensor, 0, 0, rows, (rows, columns), torch.float32, 0),)
+
+    def complete(self, layer: int | None) -> None:
+        """Nothing waits for it."""
+
+    def _add_product(self, total_RK: Tensor, left_Rn: Tensor, right_Kn: Tensor) -> None:
+        self._weights.step.flops += 2 * left_Rn.numel() * len(right_Kn)
+        self._add(total_RK, total_RK)
+
+    def _add(self, total: Tensor, value: Tensor) -> None:
+        self._weights.step.operations += 1
+        self._weights.step.touched_bytes += 2 * nbytes_of(total)
+
+    def _add_rows(self, total_RC: Tensor, ids_n: Tensor, rows_nC: Tensor) -> None:
+        self._add(rows_nC, rows_nC)
 
 
 class CountingOps(StreamedOps):

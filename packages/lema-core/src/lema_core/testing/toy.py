@@ -20,6 +20,7 @@ from lema_core.adapter import ModelAdapter, TensorSpec
 from lema_core.checkpoint import TensorInfo, read_manifest, write_safetensors
 from lema_core.device import Device
 from lema_core.ops.context import ForwardContext
+from lema_core.ops.gradients import Gradients
 from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import StreamedOps
@@ -192,14 +193,15 @@ def open_toy(
     max_granule_bytes: int = MAX_GRANULE_BYTES,
     prefetch_distance: int = DEFAULT_PREFETCH_DISTANCE,
     make_store: Callable[..., TensorStore] = TensorStore,
+    gradients: Gradients | None = None,
 ) -> ModelRunner:
     """A runner over a store of its own (``runner.store``; close it). ``ram_bytes``, ``device_bytes``: None holds
-    everything."""
+    everything. ``gradients``: of trained weights."""
     adapter = ToyAdapter(config)
     model = cut_model(adapter, tensors, max_granule_bytes)
     sizes = model.sizes(ram_bytes, device_bytes, device.shares_ram)
     store = make_store(model, device, sizes, prefetch_distance)
-    return ModelRunner(adapter, model, store, updates or {}, Kernels())
+    return ModelRunner(adapter, model, store, updates or {}, Kernels(), gradients=gradients)
 
 
 def granules_of(config: ToyConfig, tensors: Mapping[str, TensorInfo], max_granule_bytes: int) -> StreamedModel:
