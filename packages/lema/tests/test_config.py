@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lema.compose import compose
-from lema.config import ABSENT, LemaConfig, MemoryStrategy
+from lema.config import FULL_OPTIONS, LORA_OPTIONS, LemaConfig, MemoryStrategy
 from lema_core.errors import ConfigError
 
 
@@ -84,11 +83,35 @@ def test_numbers_written_as_text_are_numbers(value: Any) -> None:
         ("trainable_layers", "[last:4]", ["last:4"]),
         ("trainable_layers", [0, "3"], [0, 3]),
         ("max_grad_norm", None, None),
+        ("training_mode", "LoRA", "lora"),
+        ("training_mode", "Selective_Full", "selective_full"),
+        ("skip_nonfinite", "False", False),
+        ("loss_scale", "Auto", "auto"),
+        ("loss_scale", "65536", 65536.0),
         ("lr_schedule", "Cosine", "cosine"),
     ],
 )
 def test_spellings(name: str, value: Any, expected: Any) -> None:
     result = getattr(LemaConfig(**{name: value}), name)
+    assert result == expected and type(result) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("trainable_modules", "q_proj, self_attn.o_proj", ["q_proj", "self_attn.o_proj"]),
+        ("trainable_modules", ["model.layers.3.mlp"], ["model.layers.3.mlp"]),
+        ("trainable_modules", [], []),
+        ("trainable_layers", "EMB,head,Last:2,0", ["emb", "head", "last:2", 0]),
+        ("opt_state_bits", "8", 8),
+        ("opt_state_bits", 8, 8),
+        ("grad_acc_bits", "null", None),
+        ("grad_accum_backend", "DISK", "disk"),
+        ("opt_state_ram", "0.25", "0.25"),
+    ],
+)
+def test_spellings_for_a_models_own_weights(name: str, value: Any, expected: Any) -> None:
+    result = getattr(LemaConfig(training_mode="selective_full", **{name: value}), name)
     assert result == expected and type(result) is type(expected)
 
 
@@ -109,9 +132,14 @@ def test_spellings(name: str, value: Any, expected: Any) -> None:
         ("batch_size", None, "from 1 up"),
         ("weights_bits", 7, "fp32, fp16, bf16"),
         ("weights_bits", 8, "fp32, fp16, bf16"),
-        ("opt_state_bits", 8, "fp32"),
+        ("opt_state_bits", 4, "8 or null"),
+        ("opt_state_bits", True, "8 or null"),
         ("kv_bits", 8, "null"),
-        ("grad_acc_bits", 8, "fp32"),
+        ("grad_acc_bits", "eight", "8 or null"),
+        ("grad_accum_backend", "vram", "auto, ram, disk"),
+        ("loss_scale", 0, "auto or a number greater than 0"),
+        ("loss_scale", "inf", "auto or a number greater than 0"),
+        ("skip_nonfinite", 2, "true or false"),
         ("target_step_time_ms", 0, "from 1 up"),
         ("target_step_time_ms", 0.5, "from 1 up"),
         ("gradient_checkpointing", "maybe", "true or false or null"),
@@ -120,7 +148,9 @@ def test_spellings(name: str, value: Any, expected: Any) -> None:
         ("activations_ram", "0", "greater than 0"),
         ("quant_backend", "torchao", "fp32, fp16, bf16"),
         ("backend", "cuda", "auto, cpp, python"),
-        ("training_mode", "selective_full", "lora"),
+        ("training_mode", "selective_ful", "did you mean 'selective_full'?"),
+        ("trainable_modules", [3], "[q_proj,mlp]"),
+        ("trainable_modules", "q proj", "[q_proj,mlp]"),
         ("strategy", "residnt", "did you mean 'resident'?"),
         ("task", "trian", "did you mean 'train'?"),
         ("device", "gpu", "cuda:N"),
@@ -129,6 +159,7 @@ def test_spellings(name: str, value: Any, expected: Any) -> None:
         ("weights_ram", True, '"4.0GB"'),
         ("trainable_layers", "last:0", "last:N"),
         ("trainable_layers", ["-1"], "last:N"),
+        ("trainable_layers", ["embedding"], "emb and head"),
         ("lora_target_modules", [], "q_proj"),
         ("lora_target_modules", "q proj", "q_proj"),
         ("lora_target_modules", [3], "q_proj"),
@@ -140,7 +171,7 @@ def test_spellings(name: str, value: Any, expected: Any) -> None:
 def test_refusals_name_key_value_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:
     message = _refusal(**{name: value})
     assert message.startswith(f"{name}: ") and allowed in message
-    assert name in ("trainable_layers", "lora_target_modules") or str(value) in message
+    assert name in ("trainable_layers", "trainable_modules", "lora_target_modules") or str(value) in message
 
 
 def test_unknown_names_have_a_near_match() -> None:
@@ -172,9 +203,36 @@ def test_long_values_are_shown_in_part() -> None:
     assert len(_refusal(learning_rate="x" * 1000)) < 200
 
 
-@pytest.mark.parametrize("name", sorted(ABSENT))
-def test_an_option_of_other_versions_is_answered_with_what_there_is(name: str) -> None:
-    for ask in (lambda: LemaConfig(**{name: "x"}), lambda: compose([f"{name}=x"]), lambda: compose([f"+{name}=x"])):
-        with pytest.raises(ConfigError) as caught:
-            ask()
-        assert str(caught.value) == f"{name}: {ABSENT[name]}"
+@pytest.mark.parametrize(
+    ("mode", "name", "value"),
+    [
+        ("lora", "trainable_modules", ["q_proj"]),
+        ("lora", "opt_state_bits", 8),
+        ("lora", "grad_acc_bits", 8),
+        ("lora", "grad_accum_backend", "disk"),
+        ("selective_full", "lora_rank", 8),
+        ("selective_full", "lora_alpha", 8.0),
+        ("selective_full", "lora_dropout", 0.1),
+        ("selective_full", "lora_target_modules", ["q_proj"]),
+        ("selective_full", "use_rslora", True),
+    ],
+)
+def test_options_of_another_training_mode_are_refused(mode: str, name: str, value: Any) -> None:
+    other = "lora" if mode == "selective_full" else "selective_full"
+    message = _refusal(training_mode=mode, **{name: value})
+    assert message == (
+        f"{name}: {value!r} is for training_mode={other}, and training_mode is {mode}; leave one of them out"
+    )
+    assert name in (FULL_OPTIONS if mode == "lora" else LORA_OPTIONS)
+    assert getattr(LemaConfig(training_mode=other, **{name: value}), name) == value
+
+
+def test_places_outside_the_blocks_are_for_a_models_own_weights() -> None:
+    assert "'emb' is for training_mode=selective_full" in _refusal(trainable_layers=["last:2", "emb"])
+    assert LemaConfig(trainable_layers=["last:2"]).trainable_layers == ["last:2"]
+
+
+def test_defaults_of_every_mode_survive_json() -> None:
+    for mode in ("lora", "selective_full"):
+        config = LemaConfig(training_mode=mode)
+        assert LemaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

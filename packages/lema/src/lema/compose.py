@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lema.config import ABSENT, NO_QUANTIZATION, LemaConfig
+from lema.config import NO_QUANTIZATION, LemaConfig
 from lema_core.errors import ConfigError, PluginError
 from lema_core.plugins import get_plugin_manager
 from lema_core.suggest import did_you_mean, unknown_name
@@ -99,8 +99,6 @@ def _sort_in(key: str, value: Any, groups: dict[str, str], values: dict[str, Any
             note = f"; {_GROUP_NOTES[key]}" if key in _GROUP_NOTES else ""
             raise ConfigError(f"{where}{unknown_name(key, str(value), known[key])}{note}{_left_out()}")
         groups[key] = str(value)
-    elif key in ABSENT:
-        raise ConfigError(f"{where}{key}: {ABSENT[key]}")
     else:
         near = did_you_mean(key, [*LemaConfig.options(), *known])
         raise ConfigError(f"{where}unknown option {key!r}{near or '; python -m lema --help lists all'}{_left_out()}")

@@ -8,23 +8,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from functools import cache
 from typing import Any
 
-from lema.options import Option, amount, choice, flag, integer, mapping, names, number, only_null, path, size, text
+from lema.options import (
+    Option,
+    amount,
+    bits,
+    choice,
+    flag,
+    integer,
+    mapping,
+    names,
+    number,
+    only_null,
+    path,
+    size,
+    text,
+)
 from lema_core.errors import ConfigError
 from lema_core.suggest import did_you_mean
 
 NO_QUANTIZATION = "this version stores weights as the checkpoint has them (fp32, fp16, bf16)"
 
 
-#: options that people may know from elsewhere, and what there is instead
-ABSENT = {
-    "trainable_modules": "this version trains LoRA weights; lora_target_modules and trainable_layers say where",
-    "grad_accum_backend": "gradients of LoRA weights are accumulated beside them",
-}
+#: what the package trains itself; plugins bring more
+LORA, SELECTIVE_FULL = "lora", "selective_full"
+#: options that say how LoRA weights are made, and those that say how a model's own weights train
+LORA_OPTIONS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora")
+FULL_OPTIONS = ("trainable_modules", "opt_state_bits", "grad_acc_bits", "grad_accum_backend")
 
 
 class MemoryStrategy(Enum):
@@ -41,14 +55,16 @@ def _device(value: str) -> str:
 
 
 def _training_mode(value: str) -> str:
-    if value != "lora":  # an installed plugin may bring others
-        from lema_core.plugins import get_plugin_manager
+    name = value.lower()
+    if name in (LORA, SELECTIVE_FULL):
+        return name
+    from lema_core.plugins import get_plugin_manager
 
-        methods = get_plugin_manager().training_methods()
-        if value not in methods:
-            known = ", ".join(methods) or "lora"
-            raise ConfigError(f"{value!r} is not allowed; what exists: {known}{did_you_mean(value, methods)}")
-    return value
+    methods = {each.lower(): each for each in (LORA, SELECTIVE_FULL, *get_plugin_manager().training_methods())}
+    if name not in methods:
+        known = ", ".join(methods.values())
+        raise ConfigError(f"{value!r} is not allowed; what exists: {known}{did_you_mean(value, methods.values())}")
+    return methods[name]
 
 
 def _resume(value: str) -> str:
@@ -70,12 +86,12 @@ def _layer(value: Any) -> int | str:
         raise ValueError
     if re.fullmatch(r"\d+", str(value)):
         return int(value)
-    if re.fullmatch(r"(first|last):[1-9]\d*", str(value).lower()):
+    if re.fullmatch(r"(first|last):[1-9]\d*|emb|head", str(value).lower()):
         return str(value).lower()
     raise ValueError
 
 
-_MODEL, _LORA, _DATA, _OPTIM = "Model and task", "LoRA", "Data", "Optimization"
+_MODEL, _TRAIN, _LORA, _DATA, _OPTIM = "Model and task", "What is trained", "LoRA", "Data", "Optimization"
 _RUN, _MEMORY, _PLAN, _GENERATE = "Run, files and resuming", "Memory", "Planning", "Generation"
 _MERGE = "Merging"
 
@@ -132,7 +148,30 @@ class LemaConfig:
     )
     num_threads: int | None = integer(None, _MODEL, "Threads to compute with; null leaves torch's choice.", 1)
 
-    training_mode: str = text("lora", _LORA, "What is trained; plugins may bring more.", "lora", _training_mode)
+    training_mode: str = text(
+        LORA,
+        _TRAIN,
+        "lora trains LoRA weights beside those of the model, selective_full the model's own: all, or what "
+        "trainable_modules and trainable_layers name. Plugins may bring more.",
+        "lora, selective_full, or what a plugin brings",
+        _training_mode,
+    )
+    trainable_modules: list[str] = names(
+        [],
+        _TRAIN,
+        "With selective_full: parts of tensors' paths, of which everything at and below trains, such as q_proj, mlp, "
+        "input_layernorm, c_attn.bias, experts.gate_up_proj; empty means everything within trainable_layers.",
+        "a list of module names such as [q_proj,mlp]",
+        _module_suffix,
+    )
+    trainable_layers: list[int | str] = names(
+        [],
+        _TRAIN,
+        "The blocks that train or get LoRA, by number, first:N or last:N; with selective_full also emb (the embedding "
+        "tables) and head (the output projection). Empty means all.",
+        "a list of layer numbers, first:N and last:N with N from 1, emb and head",
+        _layer,
+    )
     lora_rank: int = integer(16, _LORA, "Rank r of the update W + alpha / r * B A.", 1)
     lora_alpha: float = number(
         32.0, _LORA, "Scale of the update: alpha / r, so 2 at the defaults (PEFT's own default is 8).", 0, open_low=True
@@ -147,13 +186,6 @@ class LemaConfig:
         word="all-linear",
     )
     use_rslora: bool = flag(False, _LORA, "Scale by alpha / sqrt(r) instead of alpha / r.")
-    trainable_layers: list[int | str] = names(
-        [],
-        _LORA,
-        "The blocks that get LoRA, by number, first:N or last:N; empty means all.",
-        "a list of layer numbers, first:N and last:N with N from 1",
-        _layer,
-    )
 
     train_file: str | None = path(
         None, _DATA, "Training rows, a JSONL file; demo means the small set that lema brings."
@@ -185,8 +217,23 @@ class LemaConfig:
     )
     max_steps: int | None = integer(None, _OPTIM, "Optimizer steps in all; null means num_epochs decides.", 1)
     num_epochs: int = integer(1, _OPTIM, "Passes over the training rows, unless max_steps is given.", 1)
+    skip_nonfinite: bool = flag(
+        True,
+        _OPTIM,
+        "Leave a step out whole when its loss or a gradient is infinite or NaN. false together with max_grad_norm=null "
+        "lets selective_full update each tensor as soon as its own gradient is complete, which then is never stored.",
+    )
     max_nonfinite_steps: int = integer(
         5, _OPTIM, "Skipped steps in a row, with infinite or NaN values, that end the run.", 1
+    )
+    loss_scale: float | str = number(
+        "auto",
+        _OPTIM,
+        "Factor on the loss while gradients are computed, taken off the gradients before they count. auto is 1, but for "
+        "a model in fp16, where it is as large as gradients stay finite.",
+        0,
+        open_low=True,
+        word="auto",
     )
     seed: int = integer(0, _OPTIM, "Seed of LoRA's start, the order of rows, dropout, and init=random.", 0, 2**63 - 1)
 
@@ -242,11 +289,18 @@ class LemaConfig:
         "Recompute a block's activations in the backward pass (true), keep them (false), or as memory allows (null).",
     )
     weights_bits: int | None = only_null(_MEMORY, "Bits of stored weights.", NO_QUANTIZATION)
-    opt_state_bits: int | None = only_null(
-        _MEMORY, "Bits of optimizer states.", "this version keeps optimizer states in fp32"
+    opt_state_bits: int | None = bits(
+        _MEMORY, "Bits of each number of stored optimizer states, with selective_full; null is fp32."
     )
-    grad_acc_bits: int | None = only_null(
-        _MEMORY, "Bits of accumulated gradients.", "this version accumulates gradients in fp32"
+    grad_acc_bits: int | None = bits(
+        _MEMORY, "Bits of each number of accumulated gradients, with selective_full; null is fp32."
+    )
+    grad_accum_backend: str = choice(
+        "auto",
+        _MEMORY,
+        "Where gradients of the model's own weights are added up: ram, disk, or auto, in RAM as far as grad_acc_ram "
+        "goes.",
+        ("auto", "ram", "disk"),
     )
     kv_bits: int | None = only_null(
         _MEMORY, "Bits of cached keys and values.", "this version caches them as they are computed"
@@ -311,6 +365,25 @@ class LemaConfig:
         if self.task != "plan" and self.plot:
             raise ConfigError(f"plot: true is for task=plan, which draws a step; task={self.task} draws nothing")
 
+        self._check_mode()
+
+    def _check_mode(self) -> None:
+        """Options of one training mode given together with another."""
+        foreign = {LORA: FULL_OPTIONS, SELECTIVE_FULL: LORA_OPTIONS}.get(self.training_mode, ())
+        other = SELECTIVE_FULL if self.training_mode == LORA else LORA
+        for name in foreign:
+            if getattr(self, name) != _defaults(type(self))[name]:
+                raise ConfigError(
+                    f"{name}: {getattr(self, name)!r} is for training_mode={other}, and training_mode is "
+                    f"{self.training_mode}; leave one of them out"
+                )
+        outside = [each for each in self.trainable_layers if each in ("emb", "head")]
+        if self.training_mode == LORA and outside:
+            raise ConfigError(
+                f"trainable_layers: {outside[0]!r} is for training_mode={SELECTIVE_FULL}, and training_mode is {LORA}; "
+                "lora_target_modules=[lm_head] puts LoRA on the head"
+            )
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, self.option(name).read(name, value))
 
@@ -323,8 +396,6 @@ class LemaConfig:
     def option(cls, name: str) -> Option:
         """One option. Raises ConfigError with a near match for a name that does not exist."""
         known = _options(cls)
-        if name in ABSENT:
-            raise ConfigError(f"{name}: {ABSENT[name]}")
         if name not in known:
             raise ConfigError(
                 f"unknown option {name!r}{did_you_mean(name, known) or '; python -m lema --help lists all'}"
@@ -345,3 +416,10 @@ class LemaConfig:
 @cache
 def _options(cls: type[LemaConfig]) -> dict[str, Option]:
     return {field.name: field.metadata["option"] for field in fields(cls)}
+
+
+@cache
+def _defaults(cls: type[LemaConfig]) -> dict[str, Any]:
+    return {
+        each.name: each.default if each.default_factory is MISSING else each.default_factory() for each in fields(cls)
+    }

@@ -94,17 +94,20 @@ def integer(
 
 
 def number(
-    default: float | None,
+    default: float | str | None,
     group: str,
     help: str,
     low: float,
     high: float = math.inf,
     open_low: bool = False,
     null: bool = False,
+    word: str = "",
 ) -> Any:
-    """A finite number in [low, high), or (low, high) with ``open_low``."""
+    """A finite number in [low, high), or (low, high) with ``open_low``; or the single ``word``."""
 
-    def parse(value: Any) -> float:
+    def parse(value: Any) -> float | str:
+        if word and isinstance(value, str) and value.strip().lower() == word:
+            return word
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise ValueError
         result = float(value)
@@ -114,7 +117,8 @@ def number(
 
     lowest = f"greater than {low:g}" if open_low else f"from {low:g}"
     highest = f" to below {high:g}" if high < math.inf else ""
-    return _field(default, group, help, f"a number {lowest}{highest}", parse, null=null, brief=high < math.inf)
+    allowed = f"{word} or a number {lowest}{highest}" if word else f"a number {lowest}{highest}"
+    return _field(default, group, help, allowed, parse, null=null, brief=high < math.inf)
 
 
 def flag(default: bool | None, group: str, help: str) -> Any:
@@ -144,6 +148,17 @@ def choice(default: Any, group: str, help: str, values: Iterable[Any], absent: M
         raise ConfigError(f"{_shown(value)} is not allowed; {reason}")
 
     return _field(default, group, help, allowed, parse, brief=True)
+
+
+def bits(group: str, help: str) -> Any:
+    """Null, or the bits of a number in storage that there are codecs for."""
+
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or str(value) != "8":
+            raise ValueError
+        return 8
+
+    return _field(None, group, help, "8", parse, brief=True)
 
 
 def only_null(group: str, help: str, reason: str) -> Any:
