@@ -229,7 +229,7 @@ class LemaConfig:
     loss_scale: float | str = number(
         "auto",
         _OPTIM,
-        "Factor on the loss while gradients are computed, taken off the gradients before they count. auto is 1, but for "
+        "Factor on the loss while gradients are computed, taken off them before they count. auto is 1, but for "
         "a model in fp16, where it is as large as gradients stay finite.",
         0,
         open_low=True,
