@@ -1,11 +1,15 @@
 """Training checkpoints: ``<output_dir>/checkpoint-<step>/``, complete or not there.
 
-========================== =====================================================================
-``adapter_config.json``     LoRA weights in PEFT's format (:mod:`lema_train.peft_format`)
-``adapter_model.safetensors`` ``optimizer.safetensors``   optimizer states by parameter name
-(:mod:`lema_train.optimizer`) ``trainer_state.json``      :class:`lema_train.state.TrainerState`,
-``format_version``, and size and sha256 of the others ==========================
-=====================================================================
+=============================== ============================================================
+``adapter_config.json``,        LoRA weights in PEFT's format (:mod:`lema_train.peft_format`)
+``adapter_model.safetensors``
+``delta.safetensors``           or what the model's own weights changed by
+                                (:mod:`lema_train.delta`)
+``optimizer.safetensors``       optimizer states by parameter name
+                                (:mod:`lema_train.optimizer`, :mod:`lema_train.weight_files`)
+``trainer_state.json``          :class:`lema_train.state.TrainerState`, ``format_version``,
+                                and size and sha256 of the others
+=============================== ============================================================
 
 ``trainer_state.json`` is written last and vouches for the rest. There is no pickle in it.
 """
@@ -15,13 +19,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
-
-from lema_core.checkpoint import read_header, read_tensor, write_safetensors
+from lema_core.checkpoint import TensorInfo, TensorToWrite, read_header, write_safetensors
 from lema_core.errors import CheckpointError, ConfigError
 from lema_train.atomic import atomic_folder, remove_folder, write_json
 from lema_train.state import FORMAT_VERSION, TrainerState
@@ -47,43 +49,46 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step}"
 
 
-def checkpoint_bytes(weights_bytes: int, optimizer_tensors: Mapping[str, Tensor]) -> int:
+class TrainedFiles(Protocol):
+    """What a training has in files: its weights, and the optimizer's states."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it, at most."""
+
+    def write_weights(self, folder: Path) -> None:
+        """Write the trained weights' files. Raises CheckpointError when the disk refuses."""
+
+    def states(self) -> Sequence[TensorToWrite]:
+        """What goes into optimizer.safetensors; asked for when the weights are written."""
+
+    def read(self, folder: Path, states: Mapping[str, TensorInfo], state: TrainerState) -> None:
+        """Go on from a checkpoint. Raises CheckpointError or ConfigError when it is of another training."""
+
+
+def checkpoint_bytes(files: TrainedFiles) -> int:
     """Disk space one checkpoint takes at most; for :func:`lema_train.atomic.check_free_space` before a run."""
-    return weights_bytes + sum(tensor.nbytes for tensor in optimizer_tensors.values()) + _OVERHEAD_BYTES
+    return files.nbytes + _OVERHEAD_BYTES
 
 
-def write_checkpoint(
-    folder: Path,
-    state: TrainerState,
-    optimizer_tensors: Mapping[str, Tensor],
-    write_weights: Callable[[Path], None],
-    weights_bytes: int,
-) -> None:
+def write_checkpoint(folder: Path, state: TrainerState, trained: TrainedFiles) -> None:
     """Write a whole checkpoint to ``folder``; an existing one is replaced when, and only when, the new one is complete.
 
-    ``write_weights(folder)`` writes the trained weights' files, ``weights_bytes`` in all. Raises CheckpointError with
-    path, needed and free bytes when the disk is full; then ``folder`` is as it was.
+    Raises CheckpointError with path, needed and free bytes when the disk is full; then ``folder`` is as it was.
     """
-    with atomic_folder(folder, checkpoint_bytes(weights_bytes, optimizer_tensors)) as temporary:
-        write_weights(temporary)
-        write_safetensors(
-            temporary / OPTIMIZER_FILE,
-            [
-                (name, tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
-                for name, tensor in optimizer_tensors.items()
-            ],
-        )
+    with atomic_folder(folder, checkpoint_bytes(trained)) as temporary:
+        trained.write_weights(temporary)
+        write_safetensors(temporary / OPTIMIZER_FILE, trained.states())
         files = {
             path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(temporary.iterdir())
         }
         write_json(temporary / STATE_FILE, {"format_version": FORMAT_VERSION, **state.to_json(), "files": files})
 
 
-def read_checkpoint(folder: Path) -> tuple[TrainerState, dict[str, Tensor]]:
-    """State and optimizer tensors of a checkpoint, after :func:`verify`."""
+def read_checkpoint(folder: Path) -> tuple[TrainerState, Mapping[str, TensorInfo]]:
+    """State of a checkpoint, and where its optimizer's states are, after :func:`verify`."""
     state = verify(folder)
-    infos = read_header(folder / OPTIMIZER_FILE).tensors
-    return state, {name: read_tensor(info) for name, info in infos.items()}
+    return state, read_header(folder / OPTIMIZER_FILE).tensors
 
 
 def verify(folder: Path, *, hashes: bool = True) -> TrainerState:

@@ -10,9 +10,11 @@ import torch
 from lema_core.adapter import ModelAdapter
 from lema_core.checkpoint.describe import shorten
 from lema_core.errors import ConfigError
+from lema_core.ops.adamw import AdamWKernel
 from lema_train.lora import LoraConfig, LoraWeights
+from lema_train.lora_training import LoraTraining
 from lema_train.peft_format import load_peft
-from lema_train.selection import ALL_LINEAR, Selection, select_modules
+from lema_train.selection import ALL_LINEAR, select_modules
 
 
 class LoraOptions(Protocol):
@@ -31,9 +33,11 @@ class LoraMethod:
     """Named by the ``lora`` TrainingMethod record."""
 
     @staticmethod
-    def create(adapter: ModelAdapter, options: LoraOptions, device: torch.device) -> tuple[LoraWeights, Selection]:
-        """New LoRA weights where ``options`` say, and what was selected. Raises ConfigError for targets that match
-        nothing."""
+    def create(
+        adapter: ModelAdapter, options: LoraOptions, device: torch.device, kernel: AdamWKernel
+    ) -> LoraTraining:
+        """New LoRA weights where ``options`` say. Raises ConfigError for targets that match nothing. The kernel is for
+        methods that have no optimizer of their own."""
         selection = select_modules(adapter, options.lora_target_modules, options.trainable_layers)
         stacks = sorted({spec.stack for spec in selection.modules if spec.expert is not None})
         if stacks and options.lora_dropout:
@@ -52,12 +56,13 @@ class LoraMethod:
             rank_pattern=dict.fromkeys(twice, 2 * options.lora_rank),
             alpha_pattern=dict.fromkeys(twice, 2 * options.lora_alpha),
         )
-        return LoraWeights(config, selection.modules, seed=options.seed, device=device), selection
+        lora = LoraWeights(config, selection.modules, seed=options.seed, device=device)
+        return LoraTraining(lora, adapter.n_layers, selection)
 
     @staticmethod
-    def load(folder: Path, adapter: ModelAdapter, device: torch.device) -> LoraWeights:
+    def load(folder: Path, adapter: ModelAdapter, device: torch.device) -> LoraTraining:
         """LoRA weights from a PEFT folder or a checkpoint. Raises CheckpointError when they do not fit ``adapter``."""
-        return load_peft(folder, adapter, device=device)
+        return LoraTraining(load_peft(folder, adapter, device=device), adapter.n_layers)
 
 
 def _twice_the_rank(options: LoraOptions) -> list[str]:

@@ -11,3 +11,4 @@ from lema_core.records import TrainingMethod
 @hookimpl
 def lema_training_methods() -> Iterable[TrainingMethod]:
     yield TrainingMethod("lora", method="lema_train.method:LoraMethod")
+    yield TrainingMethod("selective_full", method="lema_train.full:FullTraining")

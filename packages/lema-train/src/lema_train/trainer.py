@@ -14,15 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema_core.errors import ConfigError, DataError, NonFiniteError
+from lema_core.errors import DataError, NonFiniteError
 from lema_core.memory import peak_rss_bytes
 from lema_core.runtime.batch import TokenBatch, total_targets
-from lema_core.runtime.runner import ModelRunner, TrainPass
-from lema_train.checkpoint import checkpoint_bytes, read_checkpoint, write_checkpoint
-from lema_train.clipping import clip_
-from lema_train.lora import LoraWeights
-from lema_train.optimizer import Optimizer, load_optimizer_state, optimizer_state_tensors
-from lema_train.peft_format import load_peft, peft_bytes, save_peft
+from lema_core.runtime.runner import ModelRunner
+from lema_core.training import Outcome, Training
+from lema_train.checkpoint import TrainedFiles, checkpoint_bytes, read_checkpoint, write_checkpoint
 from lema_train.schedule import check_schedule, learning_rate_at
 from lema_train.state import TrainerState
 
@@ -35,8 +32,8 @@ class TrainerOptions:
     """How steps are made. ``lr_schedule`` None leaves a caller's optimizer its own rate; ``total_steps`` is the
     schedule's length.
 
-    ``rows_per_micro_batch``: more rows given to a step become micro-batches.
-    ``base_model``: the name written into adapter_config.json; ``config``: the run's options, kept with a checkpoint.
+    ``rows_per_micro_batch``: more rows given to a step become micro-batches. ``config``: the run's options, kept with a
+    checkpoint.
     """
 
     learning_rate: float = 1e-4
@@ -47,12 +44,11 @@ class TrainerOptions:
     max_nonfinite_steps: int = 5
     rows_per_micro_batch: int = 1
     seed: int = 0
-    base_model: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
 
 class Trainer:
-    """Trains LoRA weights with ``optimizer`` over a runner's streamed weights.
+    """Makes steps of ``training`` over a runner's streamed weights; ``files`` keeps what comes of them.
 
     ``step`` counts optimizer steps attempted; one whose loss or gradients are not finite is skipped whole: no weight
     and no moment changes, the schedule goes on.
@@ -61,17 +57,17 @@ class Trainer:
     def __init__(
         self,
         runner: ModelRunner,
-        lora: LoraWeights,
-        optimizer: Optimizer,
+        training: Training,
+        files: TrainedFiles,
         options: TrainerOptions,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         if options.lr_schedule is not None:
             check_schedule(options.lr_schedule, options.total_steps, options.warmup_steps)
         self.runner = runner
-        self.lora = lora
-        self.optimizer = optimizer
+        self.training = training
         self.options = options
+        self._files = files
         self.step = 0
         self.epoch = 0
         self.step_in_epoch = 0
@@ -81,7 +77,6 @@ class Trainer:
         self._non_finite_in_a_row = 0
         self._warned_long = False
         self._say = say
-        self._how = TrainPass(lora.first_layer(runner.adapter.n_layers), options.seed)
 
     # -- steps
 
@@ -122,8 +117,8 @@ class Trainer:
         for batch in batches:
             batch.check_ids(self.runner.adapter.vocab_size)
         self._warn_if_long(batches)
-        lr = self._set_learning_rate()
-        self.optimizer.zero_grad(set_to_none=True)
+        lr = self._learning_rate()
+        self.training.begin_step(self.step)
         loss, grad_norm = math.nan, 0.0
         without = sum(batch.n_targets == 0 for batch in batches)
         if without:
@@ -132,9 +127,9 @@ class Trainer:
                 "they are left out"
             )
         if total_targets(batches):
-            loss = self.runner.train_step(batches, self._how, self.step, logits)
-            grad_norm = self._update(loss)
-        self.optimizer.zero_grad(set_to_none=True)
+            how = self.training.train_pass(self.step, self.options.seed)
+            loss = self.runner.train_step(batches, how, self.step, logits)
+            grad_norm = self._update(loss, lr)
         self.step += 1
         if self.step % _COLLECT_EVERY == 0:
             gc.collect()
@@ -143,7 +138,7 @@ class Trainer:
         self.metrics = {
             "step": self.step,
             "loss": loss,
-            "lr": lr,
+            "lr": self.training.rate if lr is None else lr,
             "grad_norm": grad_norm,
             "tokens": tokens,
             **self._measured(started),
@@ -155,30 +150,30 @@ class Trainer:
             )
         return self.metrics
 
-    def _update(self, loss: float) -> float:
+    def _update(self, loss: float, lr: float | None) -> float:
         """Clip and update, or leave everything as it was when something is not finite. Returns the norm before
         clipping."""
-        grads = {name: p.grad for name, p in self.lora.parameters().items() if p.grad is not None}
-        culprit = None if math.isfinite(loss) else "the loss"
-        norm = math.nan
-        if culprit is None:
-            norm, culprit = clip_(grads, self.options.max_grad_norm)
-        if culprit is not None:
+        if math.isfinite(loss):
+            outcome = self.training.finish_step(lr, self.options.max_grad_norm, 1.0)
+        else:
+            self.training.discard_step()
+            outcome = Outcome(math.nan, "the loss")
+        if outcome.culprit is not None:
             self.skipped_steps += 1
             self._non_finite_in_a_row += 1
-            self._say(f"step {self.step + 1}: {culprit} is not finite; the step is skipped, no weight was changed")
-            return norm
-        self._non_finite_in_a_row = 0
-        self.optimizer.step()
-        return norm
+            self._say(
+                f"step {self.step + 1}: {outcome.culprit} is not finite; the step is skipped, no weight was changed"
+            )
+        else:
+            self._non_finite_in_a_row = 0
+        return outcome.norm
 
-    def _set_learning_rate(self) -> float:
+    def _learning_rate(self) -> float | None:
+        """Of this step; None where the training has its own."""
         o = self.options
-        if o.lr_schedule is not None:
-            lr = learning_rate_at(self.step, o.total_steps, o.learning_rate, o.lr_schedule, o.warmup_steps)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-        return float(self.optimizer.param_groups[0]["lr"])
+        if o.lr_schedule is None:
+            return None
+        return learning_rate_at(self.step, o.total_steps, o.learning_rate, o.lr_schedule, o.warmup_steps)
 
     def _warn_if_long(self, batches: Sequence[TokenBatch]) -> None:
         limit = self.runner.adapter.max_positions
@@ -209,10 +204,10 @@ class Trainer:
 
     def checkpoint_bytes(self) -> int:
         """Disk space one checkpoint takes at most."""
-        return checkpoint_bytes(peft_bytes(self.lora), self._optimizer_tensors())
+        return checkpoint_bytes(self._files)
 
     def save_checkpoint(self, path: str | Path) -> Path:
-        """Write LoRA weights in PEFT's format with optimizer and trainer state beside them; complete or not there."""
+        """Write what trained, with optimizer and trainer state beside it; complete or not there."""
         path = Path(path)
         o = self.options
         state = TrainerState(
@@ -224,42 +219,25 @@ class Trainer:
             base_learning_rate=o.learning_rate,
             lr_schedule=o.lr_schedule or "",
             warmup_steps=o.warmup_steps,
-            optimizer=type(self.optimizer).__name__,
+            optimizer=self.training.optimizer_name,
             tokens=self.tokens,
             skipped_steps=self.skipped_steps,
             non_finite_in_a_row=self._non_finite_in_a_row,
             config=o.config,
         )
-
-        def write_weights(folder: Path) -> None:
-            save_peft(folder, self.lora, self.runner.adapter, o.base_model)
-
-        write_checkpoint(path, state, self._optimizer_tensors(), write_weights, peft_bytes(self.lora))
+        write_checkpoint(path, state, self._files)
         return path
 
     def load_checkpoint(self, path: str | Path) -> TrainerState:
         """Go on from a checkpoint: weights, moments, step and data position. Options given now win over those of the
         checkpoint.
 
-        Raises CheckpointError when it is incomplete or of other LoRA weights, ConfigError when the LoRA options differ.
+        Raises CheckpointError when it is incomplete or of another training, ConfigError when the LoRA options differ.
         """
         path = Path(path)
         state, tensors = read_checkpoint(path)
-        saved = load_peft(path, self.runner.adapter)
-        own = self.lora.parameters()
-        values = saved.parameters()
-        if {n: p.shape for n, p in values.items()} != {n: p.shape for n, p in own.items()}:
-            raise ConfigError(
-                f"{path}: its LoRA weights (rank {saved.config.rank}, {len(saved.modules)} modules) are not those "
-                f"asked for (rank {self.lora.config.rank}, {len(self.lora.modules)} modules); "
-                "give the same lora_* options and layers"
-            )
-        self.lora.copy_(values)
-        load_optimizer_state(self.optimizer, own, tensors, state.optimizer)
+        self._files.read(path, tensors, state)
         self.step, self.epoch, self.step_in_epoch = state.step, state.epoch, state.step_in_epoch
         self.tokens, self.skipped_steps = state.tokens, state.skipped_steps
         self._non_finite_in_a_row = state.non_finite_in_a_row
         return state
-
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        return optimizer_state_tensors(self.optimizer, self.lora.parameters())

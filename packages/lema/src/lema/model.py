@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
@@ -35,15 +35,22 @@ from lema_core.runtime.runner import ModelRunner
 from lema_core.runtime.schedule import MicroBatch, StepCosts, StepShape
 from lema_core.store.budget import BudgetPlan
 from lema_core.store.disk import DiskReader
+from lema_core.store.granules import WorkingSpace
 from lema_core.store.model import cut_model
+from lema_core.store.state_plan import StateCodecs
 from lema_core.store.store import StoreStats, TensorStore
-from lema_train.atomic import atomic_folder
-from lema_train.checkpoint import STATE_FILE
+from lema_core.training import Training, WeightTraining
+from lema_train.atomic import atomic_folder, check_free_space
+from lema_train.checkpoint import STATE_FILE, TrainedFiles
 from lema_train.data import TextStream, Tokenizer
+from lema_train.delta import DELTA_FILE, Delta, read_delta
 from lema_train.lora import LoraWeights
+from lema_train.lora_files import LoraFiles
+from lema_train.lora_training import LoraTraining
 from lema_train.optimizer import AdamW, Optimizer
 from lema_train.peft_format import base_model, peft_bytes, read_peft_config, save_peft
 from lema_train.trainer import Trainer, TrainerOptions
+from lema_train.weight_files import WeightFiles
 
 #: of the memory that is planned for a process: gaps are given back beyond it
 _NEAR_ALL = 0.97
@@ -70,14 +77,16 @@ class LemaModel:
         hf_config = read_hf_config(self.folder)
         architecture = plugins.match_architecture(hf_config)
         self.adapter = load_object(architecture.adapter).from_hf_config(hf_config)
-        bound = bind_tensors(read_manifest(self.folder), self.adapter)
-        self._model = cut_model(self.adapter, bound)
+        self._manifest = read_manifest(self.folder)
+        self._bound = bind_tensors(self._manifest, self.adapter)
+        self._model = cut_model(self.adapter, self._bound)
         self._hf_config = hf_config
         self._device = device if device is not None else open_device(config.device, choose_copies(config.backend))
         #: what multiplies
         self.kernel = choose_kernel("linear", config.backend, self._device.torch_device.type)
         self._method = load_object(plugins.training_method(config.training_mode).method)
-        self.lora: LoraWeights | None = None
+        #: what trains; None before initialize_training() and load_lora()
+        self.training: Training | None = None
         #: how memory was shared out; None before the first computation
         self.run_plan: RunPlan | None = None
         self._runner: ModelRunner | None = None
@@ -85,19 +94,49 @@ class LemaModel:
         self._flight: FlightCheck | None = None
         self._longest = config.max_seq_length
         self._typical: tuple[int, int] | None = None
+        #: the checkpoint of the model's own weights that they start from
+        self._started_from: Path | None = None
+        self._delta: Delta | None = None
 
-    # -- LoRA weights
+    # -- what trains
+
+    def initialize_training(self) -> str:
+        """Select what trains as the config says, and make what is new of it; returns that in one line."""
+        self._require_no_runner()
+        device, kernel = self._device.torch_device, self._kernels.adamw
+        self.training = self._method.create(self.adapter, self.config, device, kernel)
+        if self.training.weights:
+            self._stream_trained(self.training.weights)
+        return self.training.describe()
 
     def initialize_lora(self) -> str:
-        """Make new LoRA weights as the config says; returns what was selected, in one line."""
-        self._require_no_runner()
-        self.lora, selection = self._method.create(self.adapter, self.config, self._device.torch_device)
-        return selection.describe()
+        """:meth:`initialize_training` of LoRA weights. Raises ConfigError in another training mode."""
+        if self.config.training_mode != "lora":
+            raise ConfigError(
+                f"training_mode={self.config.training_mode} has no LoRA weights: call initialize_training()"
+            )
+        return self.initialize_training()
 
     def load_lora(self, path: str | Path) -> None:
         """Put the LoRA weights of a PEFT folder or checkpoint on the model."""
         self._require_no_runner()
-        self.lora = self._method.load(Path(path), self.adapter, self._device.torch_device)
+        method = load_object(get_plugin_manager().training_method("lora").method)
+        self.training = method.load(Path(path), self.adapter, self._device.torch_device)
+
+    def _stream_trained(self, weights: Collection[str]) -> None:
+        """Cut the model anew: what trains streams from a file of its own."""
+        if not self._device.shares_ram:
+            raise ConfigError(
+                f"training_mode={self.config.training_mode}: weights are trained where RAM is the device's: use "
+                "device=cpu, or training_mode=lora"
+            )
+        space = WorkingSpace(Path(self.config.output_dir).absolute() / "weights in training")
+        self._model = cut_model(self.adapter, self._bound, trained=weights, space=space)
+
+    @property
+    def lora(self) -> LoraWeights | None:
+        """The LoRA weights, None where there are none."""
+        return self.training.lora if isinstance(self.training, LoraTraining) else None
 
     def get_trainable_parameters(self) -> list[Parameter]:
         """The LoRA weights, fp32. Raises ConfigError before initialize_lora()."""
@@ -115,16 +154,33 @@ class LemaModel:
         ``total_steps`` is the length of the schedule; default ``max_steps``.
         """
         c = self.config
-        lora = self._require_lora()
+        training = self._require_training()
         schedule = c.lr_schedule
         # Memory is shared out before the moments take theirs: they are counted as something still to come.
         runner = self.runner
-        if optimizer is None:
+        files: TrainedFiles
+        if isinstance(training, LoraTraining):
+            if optimizer is None:
+                schedule = schedule or "constant"
+                betas, kernel = (c.adam_beta1, c.adam_beta2), self._kernels.adamw
+                optimizer = AdamW(
+                    training.lora.parameters().values(),
+                    c.learning_rate,
+                    betas,
+                    c.adam_eps,
+                    c.weight_decay,
+                    kernel=kernel,
+                )
+            training.optimizer = optimizer
+            files = LoraFiles(training, self.adapter, self._base_name())
+        else:
+            if optimizer is not None:
+                raise ConfigError(
+                    f"training_mode={c.training_mode} updates weights as they stream, by AdamW: call get_trainer() "
+                    "without an optimizer"
+                )
             schedule = schedule or "constant"
-            betas, kernel = (c.adam_beta1, c.adam_beta2), self._kernels.adamw
-            optimizer = AdamW(
-                lora.parameters().values(), c.learning_rate, betas, c.adam_eps, c.weight_decay, kernel=kernel
-            )
+            files = self._weight_files()
         options = TrainerOptions(
             learning_rate=c.learning_rate,
             lr_schedule=schedule,
@@ -134,15 +190,27 @@ class LemaModel:
             max_nonfinite_steps=c.max_nonfinite_steps,
             rows_per_micro_batch=c.batch_size,
             seed=c.seed,
-            base_model=self._base_name(),
             config=c.to_dict(),
         )
-        return Trainer(runner, lora, optimizer, options, say)
+        trainer = Trainer(runner, training, files, options, say)
+        if self._started_from is not None:
+            trainer.load_checkpoint(self._started_from)
+        return trainer
+
+    def _weight_files(self) -> WeightFiles:
+        return WeightFiles(self.training, self.runner.store, self._manifest, self._base_name())
 
     def save_pretrained(self, path: str | Path) -> Path:
-        """Write the LoRA weights as a PEFT adapter folder; returns it. Into an existing folder the files are replaced
-        one by one."""
-        lora, path = self._require_lora(), Path(path)
+        """Write what was trained: LoRA weights as a PEFT adapter folder, weights as a delta; returns the folder. Into
+        an existing folder the files are replaced one by one."""
+        path = Path(path)
+        if self.training is not None and self.training.weights:
+            files = self._weight_files()
+            path.mkdir(parents=True, exist_ok=True)
+            check_free_space(path, files.nbytes)
+            files.write_weights(path)
+            return path
+        lora = self._require_lora()
         if path.exists():
             save_peft(path, lora, self.adapter, self._base_name())
         else:
@@ -156,8 +224,12 @@ class LemaModel:
         """The model that a PEFT folder or a checkpoint was trained on, with its LoRA weights. ``options`` override the
         run's config."""
         path = Path(path)
-        peft_config = read_peft_config(path)
-        values: dict[str, Any] = {"model_name_or_path": base_model(peft_config)}
+        weights = (path / DELTA_FILE).is_file()
+        if weights:
+            delta = read_delta(path)
+            values: dict[str, Any] = {"model_name_or_path": delta.identity.name, "training_mode": "selective_full"}
+        else:
+            values = {"model_name_or_path": base_model(read_peft_config(path))}
         if (path / STATE_FILE).exists():
             values |= json.loads((path / STATE_FILE).read_text(encoding="utf-8"))["config"]
         values |= options
@@ -166,8 +238,23 @@ class LemaModel:
                 f"{path}/adapter_config.json names no base model; give model_name_or_path to from_pretrained"
             )
         model = cls(LemaConfig.from_dict(values))
-        model.load_lora(path)
+        if weights:
+            model.load_delta(path)
+        else:
+            model.load_lora(path)
         return model
+
+    def load_delta(self, path: str | Path) -> None:
+        """Start from the weights of a checkpoint of a training of the model's own weights; a trainer goes on from its
+        moments and step. Raises CheckpointError when it was made from another base."""
+        self._require_no_runner()
+        delta = read_delta(Path(path))
+        delta.check_base(self._manifest)
+        delta.check_fits(self.adapter)
+        self.initialize_training()
+        self._delta = delta
+        if (Path(path) / STATE_FILE).exists():
+            self._started_from = Path(path)
 
     # -- computing
 
@@ -294,9 +381,14 @@ class LemaModel:
         cannot fit."""
         if self._runner is None:
             plan = self.run_plan = self.plan()
-            updates = self.lora.updates() if self.lora is not None else {}
+            updates = self.training.updates if self.training is not None else {}
             read, widen = self._kernels.read, self._kernels.widen
-            store = TensorStore(self._model, self._device, plan.sizes, plan.prefetch_distance, read, widen)
+            store = TensorStore(
+                self._model, self._device, plan.sizes, plan.prefetch_distance, read, widen, plan.states()
+            )
+            if isinstance(self.training, WeightTraining):
+                self.training.opened(store)
+                store.set_weights(WeightFiles(self.training, store, self._manifest, "").values(self._delta))
             self._runner = ModelRunner(
                 self.adapter,
                 self._model,
@@ -306,6 +398,7 @@ class LemaModel:
                 plan.scheduler,
                 plan.activations(self._device),
                 self._most_bytes(plan),
+                store.gradients,
             )
         return self._runner
 
@@ -370,7 +463,7 @@ class LemaModel:
             # Before the process's memory is looked at: a dry run loads 15 MB of torch's code that the first step needs.
             step_choices(work, flight.hardware, self.config.gradient_checkpointing)
             machine = this_machine(self.config, self._device, flight)
-            if work.shape is not None:
+            if work.shape is not None and not self._model.trained:
                 machine = self._paced(machine, work)
         return plan_run(self.config, machine, work)
 
@@ -379,7 +472,7 @@ class LemaModel:
 
         def rehearse() -> float:
             run = RunPlan(self.config, machine, work)
-            updates, dtype = self.lora.updates(), self._device.compute_dtype(self._model.matrix_dtype)
+            updates, dtype = self.training.updates, self._device.compute_dtype(self._model.matrix_dtype)
             kernels = self._new_kernels()
             rehearsal = Rehearsal(self.adapter, self._model, updates, dtype, kernels, self._device)
             window_bytes = run.near_slots * self._model.layout.slot_bytes
@@ -390,21 +483,36 @@ class LemaModel:
         return replace(machine, rates=flight.hardware, flight=flight)
 
     def _workload(self, dtype: torch.dtype, kernels: Kernels) -> Workload:
-        c = self.config
-        updates = self.lora.updates() if self.lora is not None else {}
+        c, training = self.config, self.training
+        updates = {} if training is None else training.updates
         shape = typical = None
-        if self.lora is not None:
+        if training is not None:
             rows, tokens = c.batch_size, self._longest
             one = MicroBatch(rows, tokens, rows * (tokens - 1), self.adapter.masks(tokens))
-            first_layer = self.lora.first_layer(self.adapter.n_layers)
-            shape = typical = StepShape((one,) * c.gradient_accumulation_steps, first_layer)
+            how = training.train_pass(0, c.seed)
+            shape = typical = StepShape((one,) * c.gradient_accumulation_steps, how.first_layer, embeds=how.embeds)
             if self._typical is not None:
                 tokens, targets = self._typical
                 one = MicroBatch(rows, tokens, targets, self.adapter.masks(tokens))
-                typical = StepShape((one,) * c.gradient_accumulation_steps, first_layer)
-        costs = StepCosts(DryRun(self.adapter, self._model, updates, dtype, kernels))
-        trained = 0 if self.lora is None else self.lora.num_parameters
-        return Workload(self._model, costs, shape, typical, c.batch_size, self._longest, trained)
+                typical = StepShape((one,) * c.gradient_accumulation_steps, how.first_layer, embeds=how.embeds)
+        weights = frozenset(() if training is None else training.weights)
+        costs = StepCosts(DryRun(self.adapter, self._model, updates, dtype, kernels, weights))
+        trained = training.numbers if training is not None and not weights else 0
+        codecs = self._codecs if weights else None
+        return Workload(self._model, costs, shape, typical, c.batch_size, self._longest, trained, codecs)
+
+    @cached_property
+    def _codecs(self) -> StateCodecs:
+        """How moments and gradients of weights are kept."""
+
+        def made(bits: int | None, *kinds: str) -> dict[str, Any]:
+            if bits is None:
+                return {}
+            codec = load_object(get_plugin_manager().state_codec(bits).codec)
+            return {kind: codec(kind) for kind in kinds}
+
+        c = self.config
+        return StateCodecs(**made(c.opt_state_bits, "exp_avg", "exp_avg_sq"), **made(c.grad_acc_bits, "grads"))
 
     def stats(self) -> dict[str, StoreStats]:
         """Bytes now, peak, read and written per kind of stream, and the seconds compute waited."""
@@ -425,6 +533,11 @@ class LemaModel:
         """What adapter_config.json calls the base model: a path that holds from any folder, or the name as given."""
         given = str(self.folder if self.config.init == "random" else self.config.model_name_or_path)
         return str(Path(given).absolute()) if Path(given).exists() else given
+
+    def _require_training(self) -> Training:
+        if self.training is None:
+            raise ConfigError("nothing trains yet: call initialize_training(), or load_lora(path)")
+        return self.training
 
     def _require_lora(self) -> LoraWeights:
         if self.lora is None:

@@ -22,6 +22,7 @@ from lema_core.store.activations import ActivationStream
 from lema_core.store.budget import BudgetPlan, BudgetRequest, StepChoice
 from lema_core.store.model import StreamedModel, WindowSizes
 from lema_core.store.placement import Tier, place
+from lema_core.store.state_plan import StateCodecs, StatePlan, grads_sizes, optim_sizes, passing_bytes
 from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE
 from lema_core.store.trace import Trace
 
@@ -85,7 +86,8 @@ def named_machine(config: LemaConfig, rates: Hardware) -> Machine:
 class Workload:
     """What is computed: ``costs`` of its pieces, the ``shape`` of its largest steps, which memory is set aside for, and
     of a ``typical`` one, whose time is predicted (None: nothing is trained), rows and tokens of its largest
-    micro-batch, and how many numbers are trained."""
+    micro-batch, and how many numbers are trained beside the weights. ``codecs``: how moments and gradients of weights
+    are kept, None where none train."""
 
     model: StreamedModel
     costs: StepCosts
@@ -94,6 +96,7 @@ class Workload:
     rows: int
     tokens: int
     trained_numbers: int
+    codecs: StateCodecs | None = None
 
 
 class RunPlan:
@@ -103,7 +106,11 @@ class RunPlan:
         self.machine = machine
         self.work = work
         self._config = config
+        #: RAM for moments and for gradients of weights that need not leave it
+        self._resident_states = (0, 0)
         self.budget = self._share()
+        if work.codecs is not None:
+            self._keep_states()
         self.sizes: WindowSizes = work.model.sizes(self.budget.ram, self.budget.device, machine.shares_ram)
         self.scheduler = self._scheduler(self.budget.activations)
         self.prefetch_distance = config.prefetch_distance or self._proposed_distance()
@@ -121,8 +128,44 @@ class RunPlan:
     @property
     def states_bytes(self) -> int:
         """Gradients and moments of what is trained, and the numbers themselves where they are not there yet."""
+        if self.work.codecs is not None:
+            return passing_bytes(self.work.model, self.work.codecs) + sum(self._resident_states)
         numbers = _NUMBER_BYTES if self.machine.flight is None else 0
         return (numbers + _GRADIENT_BYTES + _MOMENT_BYTES) * self.work.trained_numbers
+
+    def _keep_states(self) -> None:
+        """Give what weights and activations leave to the states of weights: a byte kept is one read and one written
+        less in each step, of moments and of gradients alike."""
+        c, model, budget = self._config, self.work.model, self.budget
+        most = max(choice.activations for choice in self._choices)
+        spare = max(0, budget.activations - most)
+        kept = []
+        given = {"grads": c.grad_acc_ram, "optim": c.opt_state_ram}
+        backend = {"ram": "all", "disk": "none"}.get(c.grad_accum_backend)
+        for kind, sizes in (
+            ("grads", grads_sizes(model, self.work.codecs)),
+            ("optim", optim_sizes(model, self.work.codecs)),
+        ):
+            option = {"grads": "grad_acc_ram", "optim": "opt_state_ram"}[kind]
+            wanted = parse_amount(given[kind], self.machine.ram_limit, option)
+            if kind == "grads" and backend is not None:
+                wanted = sum(sizes) if backend == "all" else 0
+            nbytes = min(sum(sizes), spare if wanted is None else wanted)
+            if nbytes > spare + (0 if wanted is None else budget.activations - self._choices[0].activations - spare):
+                raise BudgetError(
+                    f"{option}: {nbytes:,} bytes are given, {spare:,} are left beside weights and activations; lower it"
+                )
+            spare = max(0, spare - nbytes)
+            kept.append(nbytes)
+        self._resident_states = kept[1], kept[0]
+        self.budget = replace(budget, activations=budget.activations - sum(kept))
+
+    def states(self) -> StatePlan | None:
+        """How moments and gradients of weights are kept, None where none train."""
+        if self.work.codecs is None:
+            return None
+        optim, grads = self._resident_states
+        return StatePlan(Path(self._config.output_dir), optim, grads, codecs=self.work.codecs)
 
     def _scheduler(self, activation_bytes: int) -> Scheduler:
         # One slot more, for what comes next. Experts are read again for every group that passes a layer.
@@ -140,6 +183,10 @@ class RunPlan:
         return propose(
             self.machine.flight, self.trace, layout.slot_bytes, layout.total_bytes, window_bytes
         ).prefetch_distance
+
+    @cached_property
+    def _choices(self) -> tuple[StepChoice, ...]:
+        return step_choices(self.work, self.machine.rates, self._config.gradient_checkpointing)
 
     def _share(self) -> BudgetPlan:
         c, m, model = self._config, self.machine, self.work.model
@@ -161,7 +208,7 @@ class RunPlan:
             weights_ram=parse_amount(c.weights_ram, m.ram_limit, "weights_ram"),
             weights_vram=parse_amount(c.weights_vram, device_total, "weights_vram"),
             resident=c.strategy is MemoryStrategy.RESIDENT,
-            choices=step_choices(self.work, m.rates, c.gradient_checkpointing),
+            choices=self._choices,
             activations=min((a for a in activations if a is not None), default=None),
             comfortable=model.smallest_bytes + (_AHEAD - 1) * model.layout.slot_bytes,
             read_bytes_per_s=m.rates.disk_bytes_per_s if m.shares_ram else m.rates.link_bytes_per_s,
@@ -180,6 +227,8 @@ class RunPlan:
 
     def _check_caps(self, device_total: int) -> None:
         """Gradients and moments of LoRA weights stay where they are computed with: a cap below them cannot be kept."""
+        if self.work.codecs is not None:
+            return
         where = ("vram", "ram") if self.machine.shares_ram else ("vram",)
         for stream, nbytes in (("opt_state", _MOMENT_BYTES), ("grad_acc", _GRADIENT_BYTES)):
             needed = nbytes * self.work.trained_numbers

@@ -47,7 +47,7 @@ def train(config: LemaConfig) -> dict[str, Any]:
         for line in clean_leftovers(output_dir):
             display.message(line)
         with _opened(config) as model:
-            selected = model.initialize_lora()
+            selected = model.initialize_training()
             train_rows, eval_rows = _datasets(model, config, output_dir)
             plan = BatchPlan(train_rows.lengths, config.batch_size, config.gradient_accumulation_steps, config.seed)
             model.expect_tokens(max(train_rows.lengths), typical_micro_batch(train_rows, plan))
@@ -250,9 +250,8 @@ def _resume(
 
 def _heading(model: LemaModel, selected: str, rows: Dataset, total_steps: int) -> str:
     windows = "; ".join(model.budget.because) if model.budget else ""
-    lora = model.lora
     return (
-        f"{model.folder}: {selected}; {lora.num_parameters:,} trained numbers\n"
+        f"{model.folder}: {selected}; {model.training.numbers:,} trained numbers\n"
         f"{len(rows)} rows, {total_steps} steps; {windows}"
     )
 

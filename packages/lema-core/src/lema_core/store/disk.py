@@ -60,6 +60,13 @@ class DiskReader:
         file, direct = self._open(read.path)
         return Range(file, read.file_offset, target, read.needed_bytes, direct)
 
+    def adopt(self, path: Path, file: int, direct: bool) -> None:
+        """Read what goes by the name ``path`` from this descriptor, a duplicate of which is kept."""
+        with self._lock:
+            self._files[path] = os.dup(file)
+            if not direct:
+                self.buffered_files.add(path)
+
     def _open(self, path: Path) -> tuple[int, bool]:
         """The descriptor of a file, and whether it bypasses the page cache."""
         with self._lock:

@@ -18,8 +18,10 @@ from lema_core.device import Device, Event
 from lema_core.errors import LemaError, PlanError, TransferError
 from lema_core.store.disk import DiskReader, shown
 from lema_core.store.granules import Granule
+from lema_core.store.model import Region
 from lema_core.store.step_plan import StepPlan, numbered, plan_step
 from lema_core.store.trace import Trace
+from lema_core.store.updates import Abandoned, Use, WeightUpdates
 from lema_core.store.window import Window
 
 #: how long an abandoned step is waited for; a read that hangs longer is left to its (daemon) thread
@@ -63,8 +65,35 @@ class _Stopped(Exception):
     """The step was abandoned; its threads drop what they were about to do."""
 
 
+class _PassView:
+    """A step under way, as updates see it."""
+
+    def __init__(self, engine: TransferEngine, run: _Run) -> None:
+        self._engine = engine
+        self._run = run
+
+    def uses(self) -> dict[int, Use]:
+        run, plan = self._run, self._run.plan.near
+        loaded = {load.granule for load in plan.loads}
+        found: dict[int, Use] = {}
+        for position, granule in enumerate(run.trace.accesses):
+            if granule not in found:
+                slot = run.near_slots[plan.slot_at[position]]
+                found[granule] = Use(position, slot, plan.load_at[position], granule not in loaded)
+        return found
+
+    def await_load(self, load: int) -> None:
+        try:
+            self._engine._wait(self._run, lambda: self._run.loaded > load)
+        except _Stopped:
+            raise Abandoned from None
+
+
 class TransferEngine:
-    """Moves granules disk -> ``far`` -> ``near``. ``far`` is None where the device computes from RAM."""
+    """Moves granules disk -> ``far`` -> ``near``. ``far`` is None where the device computes from RAM.
+
+    ``updates``: changes weights that train before they are borrowed; only where the device computes from RAM.
+    """
 
     def __init__(
         self,
@@ -74,8 +103,10 @@ class TransferEngine:
         near: Window,
         far: Window | None,
         prefetch_distance: int,
+        updates: WeightUpdates | None = None,
     ) -> None:
         self._granules = granules
+        self._updates = updates
         self._reader = reader
         self._device = device
         self.near = near
@@ -128,6 +159,8 @@ class TransferEngine:
         far_slots = _places(self.far) if self.far is not None else ()
         run = _Run(trace, self.plan(trace), _places(self.near), far_slots, self._device.record())
         run.threads_busy = len(self._threads)
+        if self._updates is not None:
+            self._updates.begin(_PassView(self, run))
         self._run = run
         self._disk_jobs.put(run)
         if self.far is not None:
@@ -149,6 +182,11 @@ class TransferEngine:
             raise run.error
         if load >= 0 and self.far is not None:
             self._await_copy(run, load)
+        if self._updates is not None:
+            try:
+                self._updates.await_applied(Region.STREAM, granule)
+            except Abandoned:
+                raise run.error or PlanError("a step was abandoned") from None
         return run.near_slots[run.plan.near.slot_at[position]]
 
     def _await_load(self, run: _Run, load: int) -> None:
@@ -173,6 +211,8 @@ class TransferEngine:
     def release(self, position: int) -> None:
         """Access ``position`` is over; its slot may be overwritten when the plan says so."""
         run = self._current()
+        if self._updates is not None:
+            self._updates.await_saved(run.trace.accesses[position])
         if position not in run.plan.near.last_use:
             run.released[position] = 1
             return
@@ -191,6 +231,8 @@ class TransferEngine:
             self.abort()
             raise PlanError(f"{self._granules[run.trace.accesses[held]].names[0]} was borrowed and not given back")
         error = self._end_run(run, None) or run.error
+        if self._updates is not None:
+            self._updates.end()
         if error is not None:
             raise error
 
@@ -203,6 +245,8 @@ class TransferEngine:
                 run.stopped = True
                 run.changed.notify_all()
             self._end_run(run, patience_s)
+            if self._updates is not None:
+                self._updates.end(abandoned=True)
 
     @property
     def stuck(self) -> bool:
@@ -280,6 +324,11 @@ class TransferEngine:
                 if load.after >= 0:
                     with _naming(self._granules[run.plan.near.loads[load.after].granule], "copying to the device"):
                         self._device.host_wait(run.copies[load.after])
+            if self._updates is not None:
+                try:
+                    self._updates.await_file(Region.STREAM, load.granule)
+                except Abandoned:
+                    raise _Stopped from None
             window.begin_fill(slot)
             with _naming(granule, "reading"):
                 self._reader.read_granule(granule, window.memory(slot))

@@ -113,6 +113,11 @@ class StreamedModel:
         return tuple(found)
 
     @property
+    def originals_by_rows(self) -> tuple[str, ...]:
+        """Embeddings that train."""
+        return tuple(name for name in self.embeddings if self.shared.get(name, name) in self.originals)
+
+    @property
     def trained_numbers(self) -> int:
         return sum(prod(info.shape) for info in self.originals.values())
 

@@ -79,6 +79,10 @@ class RowCache:
                 target.copy_(found)
         return out
 
+    def forget(self) -> None:
+        """The table has changed: no row is kept."""
+        self._slots.clear()
+
     def free(self) -> None:
         """Give the region's memory back."""
         self._rows = self._rows[:0].clone()

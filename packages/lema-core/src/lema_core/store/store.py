@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,10 +16,13 @@ from lema_core.store.disk import DiskReader
 from lema_core.store.engine import StepPlan, TransferEngine
 from lema_core.store.experts import ExpertEngine
 from lema_core.store.granules import Part
-from lema_core.store.model import StreamedModel, WindowSizes
+from lema_core.store.gradients import GradientStream
+from lema_core.store.model import Region, StreamedModel, WindowSizes
 from lema_core.store.reads import Reads
 from lema_core.store.rows import RowCache
+from lema_core.store.state_plan import StatePlan, open_updates
 from lema_core.store.trace import Trace
+from lema_core.store.updates import WeightUpdates
 from lema_core.store.window import Window
 
 DEFAULT_PREFETCH_DISTANCE = 8
@@ -79,7 +82,8 @@ class StoreStats:
 class TensorStore:
     """Owns the windows and the transfer engine of the ``weights`` stream. Use as a context manager, or call close().
 
-    ``reads`` and ``widen`` are kernels; by default plain Python and torch do the work.
+    ``reads`` and ``widen`` are kernels; by default plain Python and torch do the work. ``states``: how what training
+    needs beside weights is kept, None where none of them train; then ``updates`` and ``gradients`` are there.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class TensorStore:
         prefetch_distance: int = DEFAULT_PREFETCH_DISTANCE,
         reads: Reads | None = None,
         widen: Widen | None = None,
+        states: StatePlan | None = None,
     ) -> None:
         self.model = model
         self.device = device
@@ -98,17 +103,24 @@ class TensorStore:
         self._reader = DiskReader(reads)
         self._near, self._far = _windows(device, self._layout.slot_bytes, sizes.ram_slots, sizes.device_slots)
         self._experts: ExpertEngine | None = None
+        self.updates: WeightUpdates | None = None
+        self.gradients: GradientStream | None = None
         if model.experts is not None:
             slots = sizes.expert_ram_slots, sizes.expert_device_slots
             windows = _windows(device, model.experts.slot_bytes, *slots)
             self._experts = ExpertEngine(model.experts.granules, self._reader, device, *windows)
+        if states is not None:
+            expert_window = None if self._experts is None else self._experts.near
+            self.updates = open_updates(model, states, self._near, expert_window)
+            self.gradients = self.updates.grads
+            self._reader.adopt(model.space.path, self.updates.file.descriptor, self.updates.file.direct)
         self._expert_position = 0
         bounce = map_ram(model.bounce_bytes)
         self._rows = {
             name: RowCache(info, self._reader, sizes.n_rows, bounce, widen) for name, info in model.embeddings.items()
         }
         self._engine = TransferEngine(
-            self._layout.granules, self._reader, device, self._near, self._far, prefetch_distance
+            self._layout.granules, self._reader, device, self._near, self._far, prefetch_distance, self.updates
         )
         self._position = 0
         self._trace: Trace | None = None
@@ -120,6 +132,9 @@ class TensorStore:
         self._position = 0
         self._trace = trace
         self._step_start = self._totals()
+        if self.updates is not None and self.updates.pending:
+            for name in self.model.originals_by_rows:
+                self._rows[name].forget()
         return self._engine.begin(trace)
 
     def end_step(self) -> None:
@@ -157,6 +172,9 @@ class TensorStore:
     def routed(self, parts: Sequence[Part]) -> Iterator[None]:
         """Inside, exactly these parts of experts are borrowed, in this order: they are fetched ahead of it."""
         self._expert_position = 0
+        if self.updates is not None:
+            for part in parts:
+                self.updates.await_applied(Region.EXPERTS, part.granule)
         self._experts.begin_parts(parts)
         try:
             yield
@@ -166,7 +184,17 @@ class TensorStore:
             raise
 
     def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._rows[name].gather(ids, dtype).to(self.device.torch_device)
+        changed = None
+        if self.updates is not None and name in self.model.originals_by_rows:
+            changed = self.updates.rows(name, ids)
+        found = self._rows[name].gather(ids, dtype) if changed is None else changed.to(dtype)
+        return found.to(self.device.torch_device)
+
+    def set_weights(self, values: Callable[[str, int, int], Tensor]) -> None:
+        """Give weights that train a value; see WeightUpdates.fill."""
+        self.updates.fill(values)
+        for name in self.model.originals_by_rows:
+            self._rows[name].forget()
 
     def _totals(self) -> tuple[int, int, float, int]:
         demanded = sum(rows.bytes_read for rows in self._rows.values())
@@ -220,6 +248,8 @@ class TensorStore:
             for engine in self._engines:
                 engine.close()
             self.device.close()
+            if self.updates is not None:
+                self.updates.close()
             if not any(engine.stuck for engine in self._engines):
                 self._reader.close()
                 for region in (*(w for e in self._engines for w in (e.near, e.far)), *self._rows.values()):

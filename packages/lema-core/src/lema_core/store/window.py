@@ -76,6 +76,16 @@ class Window:
     def end_fill(self, index: int, granule: int) -> None:
         self._granules[index] = granule
 
+    def slot_of(self, granule: int) -> int | None:
+        """Where a granule may be read, None where it is not here."""
+        return next((slot for slot, held in enumerate(self._granules) if held == granule), None)
+
+    def drop(self, granule: int) -> None:
+        """What the window holds of a granule, if anything, may not be read any more."""
+        slot = self.slot_of(granule)
+        if slot is not None:
+            self.begin_fill(slot)
+
     def granule_in(self, index: int) -> int | None:
         return self._granules[index]
 

@@ -1,0 +1,116 @@
+"""The ``grads`` stream: where gradients of weights that train are added up, and their global norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lema_core.errors import PlanError
+from lema_core.ops.gradients import Gradients
+from lema_core.store.codec import Encoding
+from lema_core.store.granules import Part
+from lema_core.store.model import StreamedModel, TrainedGranule
+from lema_core.store.states import StateStream
+
+
+class GradientStream(Gradients):
+    """Accumulators of the trained granules of ``model``, one record each, laid out as the granule.
+
+    ``done``, where given, is told each granule whose gradient is complete.
+    """
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        stream: StateStream,
+        encoding: Encoding,
+        done: Callable[[int], None] | None = None,
+    ) -> None:
+        self.stream = stream
+        self.encoding = encoding
+        self._model = model
+        self._done = done
+        self._numbers = {part: each.number for each in model.trained for part in each.parts}
+        self._of_layer: dict[int | None, list[TrainedGranule]] = {}
+        for each in model.trained:
+            self._of_layer.setdefault(each.granule.layer, []).append(each)
+        self._begun: set[int] = set()
+        self._norms: dict[Part, float] = {}
+        self.begin_step()
+
+    def begin_step(self, active: Collection[str] | None = None) -> None:
+        """From here on all gradients are zeros. ``active``: names of the tensors that train in this step, None for all.
+        Raises PlanError where they share a granule with others."""
+        self._begun.clear()
+        self._norms.clear()
+        names = set(self._model.originals)
+        if active is not None:
+            names = {self._model.shared.get(name, name) for name in active}
+        self._active = names
+        self.numbers = []
+        for each in self._model.trained:
+            inside = {part.tensor in names for part in each.parts}
+            if len(inside) > 1:
+                raise PlanError(f"{each.parts[0].tensor}: what trains in a step is whole layers")
+            if True in inside:
+                self.numbers.append(each.number)
+
+    def trains(self, tensor: str) -> bool:
+        return self._model.shared.get(tensor, tensor) in self._active
+
+    def row_parts(self, tensor: str) -> tuple[Part, ...]:
+        return self._model.parts(tensor)
+
+    def number_of(self, part: Part) -> int:
+        """Of the granule that a part is in."""
+        return self._numbers[part]
+
+    @contextmanager
+    def borrow(self, part: Part) -> Iterator[Tensor]:
+        number = self._numbers[part]
+        with self._taken(number, more=True) as numbers:
+            yield numbers_of(part, numbers).view(part.shape)
+
+    def complete(self, layer: int | None) -> None:
+        active = set(self.numbers)
+        for each in self._of_layer.get(layer, ()):
+            if each.number not in active:
+                continue
+            with self._taken(each.number, more=False) as numbers:
+                for part in each.parts:
+                    self._norms[part] = torch.linalg.vector_norm(numbers_of(part, numbers), dtype=torch.float32).item()
+                    if not math.isfinite(self._norms[part]):
+                        # the squares of finite values above 1.8e19 overflow in fp32
+                        self._norms[part] = torch.linalg.vector_norm(numbers_of(part, numbers), dtype=torch.float64).item()
+            if self._done is not None:
+                self._done(each.number)
+
+    def norm(self) -> tuple[float, str | None]:
+        """Of all gradients of the step, and the first tensor with an infinite or NaN element, if any. Summed exactly:
+        the order in which gradients were complete does not matter."""
+        for number in self.numbers:
+            for part in self._model.trained[number].parts:
+                if not math.isfinite(self._norms[part]):
+                    return self._norms[part], part.tensor
+        return math.sqrt(math.fsum(norm * norm for norm in self._norms.values())), None
+
+    @contextmanager
+    def _taken(self, number: int, more: bool) -> Iterator[Tensor]:
+        """fp32 numbers of a record, padding included, changed in place."""
+        record = self.stream.take(number, fresh=number not in self._begun)
+        self._begun.add(number)
+        try:
+            with self.encoding.decoded(record, self._model.trained[number].granule.nbytes // 4) as numbers:
+                yield numbers
+        finally:
+            self.stream.give(number, changed=True, more=more)
+
+
+def numbers_of(part: Part, numbers: Tensor) -> Tensor:
+    """What a part has of its granule's fp32 numbers."""
+    start = part.offset // numbers.itemsize
+    return numbers[start : start + math.prod(part.shape)]

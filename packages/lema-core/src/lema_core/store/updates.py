@@ -1,0 +1,438 @@
+"""Apply what an optimizer step decided to each granule of the weights just before it is used next.
+
+Gradients wait for their global norm; then the clip factor is known, and a thread beside the compute takes each granule
+in the order in which the next pass needs it: its gradient and moments from their streams, the weights from the slot
+that they were read into, and back to the working file. A pass that evaluates, generates or saves does the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from threading import Condition, Thread
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lema_core.device import map_ram
+from lema_core.errors import PlanError, TransferError
+from lema_core.store.codec import Encoding
+from lema_core.store.gradients import GradientStream, numbers_of
+from lema_core.store.granules import Part
+from lema_core.store.model import Region, StreamedModel, TrainedGranule
+from lema_core.store.states import StateStream
+from lema_core.store.unnamed import UnnamedFile
+from lema_core.store.window import Window
+
+
+class Decision(Protocol):
+    """How one optimizer step changes weights."""
+
+    def apply(self, tensor: str, weights: Tensor, gradient: Tensor, states: Sequence[Tensor]) -> None:
+        """In place, of a part of a tensor: flat fp32 of one length. Called from a thread beside the compute, which it
+        must not disturb: one thread of its own is what it may use."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """Where a pass uses a granule first: at access ``position``, in ``slot``, once ``load`` is carried out (-1: it is
+    there). ``stays``: it is there before and after the pass, so that its file need not follow."""
+
+    position: int
+    slot: int
+    load: int
+    stays: bool
+
+
+@dataclass(frozen=True)
+class _Job:
+    """``slot`` None: the weights are changed in the file alone."""
+
+    number: int
+    slot: int | None = None
+    load: int = -1
+    stays: bool = False
+
+
+class PassView(Protocol):
+    """What an update needs to know of a pass under way."""
+
+    def uses(self) -> Mapping[int, Use]:
+        """By granule of the announced region."""
+
+    def await_load(self, load: int) -> None:
+        """Returns when it is carried out; raises when the pass is abandoned."""
+
+
+class Abandoned(Exception):
+    """The pass that updates were applied in was given up."""
+
+
+class WeightUpdates:
+    """Owns the working file of trained weights and their moments. ``states``: their kinds, in order, with how each is
+    encoded. ``window``: what the announced region is borrowed from."""
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        file: UnnamedFile,
+        optim: StateStream,
+        grads: GradientStream,
+        states: Mapping[str, Encoding],
+        grad_encoding: Encoding,
+        window: Window,
+        expert_window: Window | None = None,
+    ) -> None:
+        self.model = model
+        self.file = file
+        self.optim = optim
+        self.grads = grads
+        self.states = states
+        self._grad_encoding = grad_encoding
+        self._window = window
+        self._expert_window = expert_window
+        self._shared = {part.granule for head in model.shared.values() for part in model.layout.parts[head]}
+        self._numbers = {(each.region, each.granule.index): each.number for each in model.trained}
+        most = max(each.granule.nbytes for each in model.trained)
+        self._scratch = map_ram(most)
+        address = (ctypes.c_char * most).from_address(self._scratch.data_ptr())
+        self._scratch_memory = memoryview(address).cast("B")
+        #: the granule that the scratch memory holds, for who looks at one part after the other
+        self._read_last: int | None = None
+        #: what the weights are to be, until they are
+        self._values: Callable[[str, int, int], Tensor] | None = None
+        self._decision: Decision | None = None
+        #: not applied yet; those of them whose file is read before the pass; those whose file is being written
+        self._pending: set[int] = set()
+        self._in_file: set[int] = set()
+        self._writing: set[int] = set()
+        #: what is newer in its slot than in the file
+        self._unsaved: set[int] = set()
+        self._changed = Condition()
+        self._error: BaseException | None = None
+        self._busy = False
+        self._jobs: SimpleQueue[tuple[PassView, list[_Job]] | None] = SimpleQueue()
+        self._thread = Thread(target=self._serve, name="lema-update", daemon=True)
+        self._thread.start()
+        self.wait_s = 0.0
+        self.bytes_read = self.bytes_written = 0
+
+    # -- what is decided
+
+    def decide(self, decision: Decision) -> None:
+        """Apply ``decision`` to every granule that has a gradient of this step, before its next use."""
+        self._read_last = None
+        if self._pending:
+            raise PlanError("an optimizer step is decided while another is not applied everywhere")
+        self._decision = decision
+        self._pending = set(self.grads.numbers)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._pending)
+
+    # -- a pass
+
+    def begin(self, view: PassView) -> None:
+        """A pass begins; nothing moves yet."""
+        self._raise_error()
+        self._fill()
+        uses = view.uses()
+        if not all(granule in uses and uses[granule].stays for granule in self._shared):
+            # Rows of a table are looked up in its slots or in the file, never in both.
+            uses = {g: replace(use, stays=use.stays and g not in self._shared) for g, use in uses.items()}
+        staying = {granule for granule, use in uses.items() if use.stays}
+        self._save(lambda granule: granule not in staying)
+        jobs = sorted(self._planned(uses), key=lambda found: (found[0], found[1].number))
+        ordered = [job for _, job in jobs]
+        if not ordered:
+            return
+        with self._changed:
+            self._in_file = {job.number for job in ordered if job.slot is None}
+            self._busy = True
+        order = [job.number for job in ordered]
+        self.grads.stream.announce(order)
+        self.optim.announce(order)
+        self._jobs.put((view, ordered))
+
+    def _planned(self, uses: Mapping[int, Use]) -> Iterator[tuple[int, _Job]]:
+        """What is applied in a pass, and the position that it comes before."""
+        first_of_layer: dict[int | None, int] = {}
+        for granule, use in uses.items():
+            layer = self.model.layout.granules[granule].layer
+            first_of_layer[layer] = min(use.position, first_of_layer.get(layer, use.position))
+        for number in self._pending:
+            each = self.model.trained[number]
+            use = uses.get(each.granule.index) if each.region is Region.STREAM else None
+            if each.region is Region.TABLES:
+                yield -1, _Job(number)
+            elif each.region is Region.EXPERTS:
+                self._expert_window.drop(each.granule.index)
+                yield first_of_layer.get(each.granule.layer, -1), _Job(number)
+            elif use is None:
+                self._window.drop(each.granule.index)
+                yield -1, _Job(number)
+            elif each.granule.index not in self._shared:
+                yield use.position, _Job(number, use.slot, use.load, use.stays)
+            elif use.load < 0:
+                # Its rows are read first, from the file unless it stays.
+                yield -1, _Job(number, use.slot, use.load, use.stays)
+            else:
+                yield -1, _Job(number)
+
+    def end(self, abandoned: bool = False) -> None:
+        """The pass is over: what it was to apply is applied. Raises what the thread failed with."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy)
+            self._in_file.clear()
+        self.optim.withdraw()
+        self.grads.stream.withdraw()
+        if not abandoned:
+            self._raise_error()
+
+    def await_applied(self, region: Region, granule: int) -> None:
+        """Called before a granule is borrowed."""
+        number = self._numbers.get((region, granule))
+        if number is not None and number in self._pending:
+            self._await(lambda: number not in self._pending)
+
+    def await_file(self, region: Region, granule: int) -> None:
+        """Called before a granule is read from the file."""
+        number = self._numbers.get((region, granule))
+        if number is not None and number in self._in_file:
+            self._await(lambda: number not in self._in_file)
+
+    def await_saved(self, granule: int) -> None:
+        """Called before a slot is given up."""
+        number = self._numbers.get((Region.STREAM, granule))
+        if number is not None and number in self._writing:
+            self._await(lambda: number not in self._writing)
+
+    def _await(self, ready: Callable[[], bool]) -> None:
+        started = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: ready() or not self._busy)
+        self._raise_error()
+        if not ready():
+            raise Abandoned
+        self.wait_s += time.perf_counter() - started
+
+    # -- outside passes
+
+    def flush(self) -> None:
+        """Apply what is pending, now."""
+        self._fill()
+        for number in sorted(self._pending):
+            each = self.model.trained[number]
+            slot = self._slot_of(each)
+            self._apply(None, _Job(number) if slot is None else _Job(number, slot, stays=True))
+
+    def weights_of(self, part: Part) -> Tensor:
+        """The fp32 numbers of a part as they are, flat; valid until the next call. Raises PlanError while an update is
+        pending, TransferError."""
+        if self._pending:
+            raise PlanError(f"{part.tensor} is looked at before its update was applied")
+        each = self.model.trained[self.grads.number_of(part)]
+        slot = self._slot_of(each)
+        if slot is not None:
+            memory = self._window.slot(slot)
+        else:
+            if self._read_last != each.number:
+                self._read(each)
+                self._read_last = each.number
+            memory = self._scratch
+        return numbers_of(part, memory[: each.granule.nbytes].view(torch.float32))
+
+    @property
+    def encoded(self) -> bool:
+        """Moments are kept in fewer bits than fp32 has."""
+        return any(each.encodes for each in self.states.values())
+
+    @property
+    def state_sizes(self) -> list[int]:
+        """Bytes of each granule's moments."""
+        counts = [each.granule.nbytes // 4 for each in self.model.trained]
+        return [sum(each.nbytes(n) for each in self.states.values()) for n in counts]
+
+    @contextmanager
+    def state_record(self, number: int, changed: bool = False) -> Iterator[Tensor]:
+        """The moments of a granule as they are kept, uint8. Not while an update is pending."""
+        record = self.optim.take(number)
+        try:
+            yield record
+        finally:
+            self.optim.give(number, changed=changed)
+
+    @contextmanager
+    def states_of(self, part: Part, changed: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """``exp_avg`` and ``exp_avg_sq`` of a part, flat fp32; only where they are kept so."""
+        number = self.grads.number_of(part)
+        n = self.model.trained[number].granule.nbytes // 4
+        with self.state_record(number, changed) as record, self._decoded(record, n, changed) as (first, second):
+            yield numbers_of(part, first), numbers_of(part, second)
+
+    def fill(self, values: Callable[[str, int, int], Tensor]) -> None:
+        """Give every weight a value before it is used next: ``values(tensor, start, count)`` are fp32 [count],
+        row-major. What was pending is dropped."""
+        self._pending.clear()
+        self._unsaved.clear()
+        self._values = values
+
+    def _fill(self) -> None:
+        if self._values is None:
+            return
+        values, self._values = self._values, None
+        self._read_last = None
+        for each in self.model.trained:
+            numbers = self._scratch[: each.granule.nbytes].view(torch.float32)
+            numbers.zero_()
+            for part in each.parts:
+                row = math.prod(part.shape[1:])
+                numbers_of(part, numbers).copy_(values(part.tensor, part.start * row, math.prod(part.shape)))
+            self._write(each, self._scratch_memory)
+            if each.region is not Region.TABLES:
+                window = self._window if each.region is Region.STREAM else self._expert_window
+                window.drop(each.granule.index)
+
+    def rows(self, tensor: str, ids: Tensor) -> Tensor | None:
+        """Rows of a table, fp32 [N, C], from the slots that it stays in; None where its file is up to date. What is
+        pending of the table is waited for."""
+        parts = self.model.parts(tensor)
+        region = Region.STREAM if tensor in self.model.shared else Region.TABLES
+        for part in parts:
+            self.await_applied(region, part.granule)
+        if self._numbers[region, parts[0].granule] not in self._unsaved:
+            for part in parts:
+                self.await_saved(part.granule)
+            return None
+        rows = torch.empty(len(ids), parts[0].shape[1])
+        for part in parts:
+            here = (ids >= part.start) & (ids < part.stop)
+            slot = self._window.slot_of(part.granule)
+            block = self._window.block(slot, part.offset, part.dtype, part.shape)
+            rows[here] = block[ids[here] - part.start]
+        return rows
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.model.space.nbytes + self.optim.disk_bytes + self.grads.stream.disk_bytes
+
+    @property
+    def ram_bytes(self) -> int:
+        """Beside what the streams have."""
+        return len(self._scratch) + sum(each.scratch_bytes for each in (*self.states.values(), self._grad_encoding))
+
+    def close(self) -> None:
+        """Stop the thread and give everything back."""
+        self._jobs.put(None)
+        self._thread.join()
+        self.optim.close()
+        self.grads.stream.close()
+        self._scratch_memory.release()
+        self.file.close()
+
+    # -- one granule
+
+    def _serve(self) -> None:
+        while (given := self._jobs.get()) is not None:
+            view, jobs = given
+            try:
+                for job in jobs:
+                    self._apply(view, job)
+            except Abandoned:
+                pass
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _apply(self, view: PassView | None, job: _Job) -> None:
+        each, number = self.model.trained[job.number], job.number
+        gradient = self.grads.stream.take(number)
+        states = self.optim.take(number)
+        applied = False
+        try:
+            if job.slot is None:
+                self._read(each)
+                weights = self._scratch
+            else:
+                if job.load >= 0:
+                    view.await_load(job.load)
+                weights = self._window.slot(job.slot)
+            self._change(each, weights[: each.granule.nbytes].view(torch.float32), gradient, states)
+            applied = True
+        finally:
+            self.optim.give(number, changed=applied)
+            self.grads.stream.give(number, changed=False, keep=not applied)
+        writes = not job.stays
+        if job.slot is None:
+            self._write(each, self._scratch_memory)
+            writes = False
+        with self._changed:
+            self._pending.discard(number)
+            self._in_file.discard(number)
+            if job.stays:
+                self._unsaved.add(number)
+            if writes:
+                self._writing.add(number)
+            self._changed.notify_all()
+        if writes:
+            self._write(each, self._window.memory(job.slot))
+            with self._changed:
+                self._writing.discard(number)
+                self._changed.notify_all()
+
+    def _change(self, each: TrainedGranule, weights: Tensor, gradient: Tensor, states: Tensor) -> None:
+        n = len(weights)
+        with (
+            self._grad_encoding.decoded(gradient, n, changed=False) as g,
+            self._decoded(states, n, changed=True) as (m, v),
+        ):
+            for part in each.parts:
+                w_n, g_n, m_n, v_n = (numbers_of(part, numbers) for numbers in (weights, g, m, v))
+                self._decision.apply(part.tensor, w_n, g_n, (m_n, v_n))
+
+    @contextmanager
+    def _decoded(self, record: Tensor, n: int, changed: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        first, second = self.states.values()
+        cut = first.nbytes(n)
+        with first.decoded(record[:cut], n, changed) as m, second.decoded(record[cut:], n, changed) as v:
+            yield m, v
+
+    def _slot_of(self, each: TrainedGranule) -> int | None:
+        return self._window.slot_of(each.granule.index) if each.region is Region.STREAM else None
+
+    def _save(self, goes: Callable[[int], bool]) -> None:
+        """Write what is newer in its slot than in the file, where the slot may be given up."""
+        for number in sorted(self._unsaved):
+            each = self.model.trained[number]
+            if goes(each.granule.index):
+                self._write(each, self._window.memory(self._window.slot_of(each.granule.index)))
+                self._unsaved.discard(number)
+
+    def _read(self, each: TrainedGranule) -> None:
+        try:
+            self.file.read(each.file_offset, self._scratch_memory[: each.granule.nbytes])
+        except OSError as error:
+            raise TransferError(f"{self.file.folder}: weights cannot be read there: {error.strerror}") from error
+        self.bytes_read += each.granule.nbytes
+
+    def _write(self, each: TrainedGranule, memory: memoryview) -> None:
+        try:
+            self.file.write(each.file_offset, memory[: each.granule.nbytes])
+        except OSError as error:
+            raise TransferError(f"{self.file.folder}: weights cannot be written there: {error.strerror}") from error
+        self.bytes_written += each.granule.nbytes
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,51 @@
+"""The model's own weights as a training: what ``training_mode=selective_full`` trains, all of them by default."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from lema_core.adapter import ModelAdapter
+from lema_core.ops.adamw import AdamWKernel
+from lema_core.training import AdamWOptions, WeightTraining
+from lema_train.selection import TensorSelection, decayed, select_tensors
+
+
+class FullOptions(Protocol):
+    """The options of a run that this method reads."""
+
+    trainable_modules: list[str]
+    trainable_layers: list[int | str]
+    learning_rate: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    weight_decay: float
+
+
+class FullTraining(WeightTraining):
+    """Named by the ``selective_full`` TrainingMethod record."""
+
+    def __init__(
+        self, adapter: ModelAdapter, selection: TensorSelection, options: AdamWOptions, lr: float, kernel: AdamWKernel
+    ) -> None:
+        super().__init__(adapter, [spec.name for spec in selection.tensors], options, lr, kernel)
+        self._selection = selection
+
+    @classmethod
+    def create(
+        cls, adapter: ModelAdapter, options: FullOptions, device: torch.device, kernel: AdamWKernel
+    ) -> FullTraining:
+        """What ``options`` select. Raises ConfigError for entries that match nothing."""
+        selection = select_tensors(adapter, options.trainable_modules, options.trainable_layers)
+        adamw = AdamWOptions(
+            (options.adam_beta1, options.adam_beta2),
+            options.adam_eps,
+            options.weight_decay,
+            frozenset(spec.name for spec in selection.tensors if decayed(spec)),
+        )
+        return cls(adapter, selection, adamw, options.learning_rate, kernel)
+
+    def describe(self) -> str:
+        return self._selection.describe()
