@@ -39,10 +39,9 @@ class WeightFiles:
         self._base = base
         self._base_name = base_name
         self._model = store.model
-        tied = {head: name for name, head in self._model.shared.items()}
         #: stored name -> canonical one, in the order of the working file
         names = dict.fromkeys(part.tensor for each in self._model.trained for part in each.parts)
-        self._names = {name: tied.get(name, name) for name in names}
+        self._names = {name: self._model.canonical(name) for name in names}
 
     # -- writing
 

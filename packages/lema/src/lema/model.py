@@ -432,8 +432,7 @@ class LemaModel:
         """What this machine does with this model's file and kernel, measured once (about two seconds) and kept;
         ``refresh`` measures again."""
         if self._flight is None or refresh:
-            reads = [read for granule in self._model.layout.granules for read in granule.reads]
-            largest = max(reads, key=lambda read: read.nbytes).path
+            largest = max(self._bound.values(), key=lambda info: info.segment.nbytes).segment.path
             read = choose_kernel("read", self.config.backend, "cpu")
             kernels = self._new_kernels()
             self._flight = flight_check(

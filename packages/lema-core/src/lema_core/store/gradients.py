@@ -95,7 +95,7 @@ class GradientStream(Gradients):
         for number in self.numbers:
             for part in self._model.trained[number].parts:
                 if not math.isfinite(self._norms[part]):
-                    return self._norms[part], part.tensor
+                    return self._norms[part], self._model.canonical(part.tensor)
         return math.sqrt(math.fsum(norm * norm for norm in self._norms.values())), None
 
     @contextmanager

@@ -112,6 +112,14 @@ class StreamedModel:
                 found.append(TrainedGranule(len(found), region, layout.granules[index], ordered))
         return tuple(found)
 
+    @cached_property
+    def _by_head(self) -> Mapping[str, str]:
+        return {head: name for name, head in self.shared.items()}
+
+    def canonical(self, name: str) -> str:
+        """Of a trained tensor: a tied head goes by its embedding's name."""
+        return self._by_head.get(name, name)
+
     @property
     def originals_by_rows(self) -> tuple[str, ...]:
         """Embeddings that train."""

@@ -399,7 +399,7 @@ class WeightUpdates:
         ):
             for part in each.parts:
                 w_n, g_n, m_n, v_n = (numbers_of(part, numbers) for numbers in (weights, g, m, v))
-                self._decision.apply(part.tensor, w_n, g_n, (m_n, v_n))
+                self._decision.apply(self.model.canonical(part.tensor), w_n, g_n, (m_n, v_n))
 
     @contextmanager
     def _decoded(self, record: Tensor, n: int, changed: bool) -> Iterator[tuple[Tensor, Tensor]]:
