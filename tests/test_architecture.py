@@ -95,6 +95,7 @@ def records_with_code(manager: PluginManager) -> dict[str, str]:
     named = {f"architecture {each.name}": each.adapter for each in manager.architectures().values()}
     named |= {f"kernel {each.name} for {each.op}": each.impl for each in manager.kernels()}
     named |= {f"training method {each.name}": each.method for each in manager.training_methods().values()}
+    named |= {f"state codec {each.name}": each.codec for each in manager.state_codecs().values()}
     return named
 
 

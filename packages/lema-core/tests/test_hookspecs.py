@@ -13,7 +13,7 @@ import pytest
 from lema_core import hookspecs
 from lema_core.hookspecs import hookimpl
 from lema_core.plugins import PluginManager
-from lema_core.records import Architecture, CheckpointSource, Kernel, TrainingMethod
+from lema_core.records import Architecture, CheckpointSource, Kernel, StateCodec, TrainingMethod
 
 HOOKS = {
     name: function
@@ -25,6 +25,7 @@ ARCHITECTURE = Architecture("tiny", ("tiny_type",), "nowhere:Tiny")
 SOURCE = CheckpointSource("everything", refuses=lambda ref: None, locate=lambda ref: Path(ref) / "found")
 KERNEL = Kernel("plain", "linear", "*", "nowhere:Plain", 0, unsupported=lambda request: [])
 METHOD = TrainingMethod("nothing", "nowhere:Nothing")
+CODEC = StateCodec("halves", 16, "nowhere:Halves")
 
 
 class Complete:
@@ -48,6 +49,10 @@ class Complete:
     @hookimpl
     def lema_training_methods(self):
         return [METHOD]
+
+    @hookimpl
+    def lema_state_codecs(self):
+        return [CODEC]
 
     @hookimpl
     def lema_config_packages(self):
@@ -84,6 +89,7 @@ EXERCISES: dict[str, tuple[Callable[[PluginManager, Complete], object], object]]
     "lema_checkpoint_sources": (lambda m, p: m.locate_checkpoint("here"), Path("here/found")),
     "lema_kernels": (lambda m, p: m.choose_kernel("linear", None, "cpu"), (KERNEL, ["plain: chosen"])),
     "lema_training_methods": (lambda m, p: m.training_method("nothing"), METHOD),
+    "lema_state_codecs": (lambda m, p: m.state_codec(16), CODEC),
     "lema_config_packages": (lambda m, p: m.config_packages(), ["tiny.conf"]),
     "lema_match_architecture": (lambda m, p: m.match_architecture({"tiny_field": 1}), ARCHITECTURE),
     "lema_plan_budget": (lambda m, p: m.hook.lema_plan_budget(request=7), ("plan for", 7)),

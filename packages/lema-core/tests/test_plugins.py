@@ -9,7 +9,7 @@ import pytest
 from lema_core.errors import CheckpointError, ConfigError, PluginError
 from lema_core.hookspecs import hookimpl
 from lema_core.plugins import PluginManager
-from lema_core.records import Architecture, CheckpointSource, Kernel, TrainingMethod
+from lema_core.records import Architecture, CheckpointSource, Kernel, StateCodec, TrainingMethod
 
 
 class Registry:
@@ -36,6 +36,10 @@ class Registry:
     @hookimpl
     def lema_training_methods(self):
         return self.of(TrainingMethod)
+
+    @hookimpl
+    def lema_state_codecs(self):
+        return self.of(StateCodec)
 
 
 class Matcher:
@@ -171,6 +175,34 @@ def test_unknown_training_method_lists_what_exists() -> None:
     manager = manager_of(Registry(TrainingMethod("lora", "nowhere:Lora")))
     with pytest.raises(ConfigError, match=r"unknown training_mode 'lor'; known: lora; did you mean 'lora'\?"):
         manager.training_method("lor")
+
+
+# -------------------------------------------------------------------------------------------------------- state codecs
+
+
+def test_state_codecs_are_found_by_their_bits() -> None:
+    halves, bytes_ = StateCodec("halves", 16, "nowhere:Halves"), StateCodec("bytes", 8, "nowhere:Bytes")
+    manager = manager_of(Registry(halves), Registry(bytes_))
+    assert manager.state_codec(8) is bytes_ and manager.state_codec(16) is halves
+    assert manager.state_codecs() == {8: bytes_, 16: halves}
+    with pytest.raises(
+        ConfigError, match=r"^grad_acc_bits: no codec for 4 bits; installed: 8 \(bytes\), 16 \(halves\)$"
+    ):
+        manager.state_codec(4, "grad_acc_bits")
+
+
+def test_the_package_that_brings_state_codecs_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^opt_state_bits: no codec for 8 bits; installed: none; packages/lema-quant brings 8$"
+    ):
+        manager_of().state_codec(8)
+
+
+def test_one_codec_for_a_number_of_bits() -> None:
+    first, second = StateCodec("first", 8, "nowhere:First"), StateCodec("second", 8, "nowhere:Second")
+    manager = manager_of(Registry(first), Registry(second))
+    assert manager.state_codec(8) is first
+    assert manager.problems[0].error == "lema_state_codecs yields state codec for 8 bits, which package-0 has already"
 
 
 # ----------------------------------------------------------------------------------------------------------- admission

@@ -143,7 +143,9 @@ def test_order_is_own_packages_first_then_by_name(tmp_path: Path) -> None:
         install(tmp_path, package, GOOD.format(name=package))
     packages = probe(tmp_path)[0]["packages"]
     own = [
-        package for package in ("lema-core", "lema-models", "lema-cuda", "lema-train", "lema") if package in packages
+        package
+        for package in ("lema-core", "lema-models", "lema-cuda", "lema-quant", "lema-train", "lema")
+        if package in packages
     ]
     assert own[0] == "lema-core"
     assert packages[: len(own)] == own

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import pluggy
 
-from lema_core.records import Architecture, CheckpointSource, Kernel, TrainingMethod
+from lema_core.records import Architecture, CheckpointSource, Kernel, StateCodec, TrainingMethod
 
 if TYPE_CHECKING:
     from lema_core.store.budget import BudgetPlan, BudgetRequest
@@ -146,6 +146,43 @@ def lema_training_methods() -> Iterable[TrainingMethod]:
         @hookimpl
         def lema_training_methods():
             yield TrainingMethod("bias_only", method="lema_bias.method:BiasOnly")
+    """
+
+
+@hookspec
+def lema_state_codecs() -> Iterable[StateCodec]:
+    """Codecs that keep optimizer states and gradient accumulators in fewer bits.
+
+    Called once, without arguments, when the plugins are loaded. Yield one :class:`~lema_core.records.StateCodec` per
+    number of bits; ``codec`` names the class and is imported when it is used. An object is made for each kind of state,
+    ``exp_avg``, ``exp_avg_sq`` or ``grads``, and used by several threads at once. ``lema_core.testing.codec_suite`` is
+    its exam.
+
+    All answers are collected; names are unique, and so is ``bits``: it is all that users write.
+
+    Example::
+
+        import torch
+
+        from lema_core.hookspecs import hookimpl
+        from lema_core.records import StateCodec
+
+        class Bfloat16Codec:
+            def __init__(self, kind):
+                self.kind = kind
+
+            def nbytes(self, n):
+                return 2 * n
+
+            def encode(self, values, encoded):
+                encoded.view(torch.bfloat16).copy_(values)
+
+            def decode(self, encoded, values):
+                values.copy_(encoded.view(torch.bfloat16))
+
+        @hookimpl
+        def lema_state_codecs():
+            yield StateCodec("bfloat16", bits=16, codec="lema_bfloat16.codec:Bfloat16Codec")
     """
 
 

@@ -22,14 +22,14 @@ import pluggy
 
 from lema_core import hookspecs
 from lema_core.errors import CheckpointError, ConfigError, PluginError
-from lema_core.records import Architecture, CheckpointSource, Kernel, TrainingMethod
+from lema_core.records import Architecture, CheckpointSource, Kernel, StateCodec, TrainingMethod
 from lema_core.suggest import unknown_name
 
 ENTRY_POINT_GROUP = "lema"
 DISABLE_VARIABLE = "LEMA_DISABLE_PLUGINS"
 
 # Loaded before all others, so that a name which lema ships cannot be taken over by whatever else is installed.
-_FIRST_PARTY = ("lema-core", "lema-models", "lema-cuda", "lema-train", "lema")
+_FIRST_PARTY = ("lema-core", "lema-models", "lema-cuda", "lema-quant", "lema-train", "lema")
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ _REGISTRIES = (
     _Registry("lema_checkpoint_sources", CheckpointSource, "checkpoint source", lambda each: [repr(each.name)]),
     _Registry("lema_kernels", Kernel, "kernel", lambda each: [f"{each.name!r} for {each.op} on {each.device_type}"]),
     _Registry("lema_training_methods", TrainingMethod, "training method", lambda each: [repr(each.name)]),
+    _Registry("lema_state_codecs", StateCodec, "state codec", lambda each: [repr(each.name), f"for {each.bits} bits"]),
     _Registry("lema_config_packages", str, "config package", lambda each: [repr(each)]),
 )
 
@@ -165,6 +166,11 @@ class PluginManager:
         """Training methods by name."""
         return _by_name(self._answers["lema_training_methods"].records)
 
+    def state_codecs(self) -> dict[int, StateCodec]:
+        """Codecs of optimizer states and gradients by their bits."""
+        records = sorted(self._answers["lema_state_codecs"].records, key=lambda each: each.bits)
+        return {each.bits: each for each in records}
+
     def checkpoint_sources(self) -> list[CheckpointSource]:
         """Checkpoint sources in the order they are asked: falling priority, then name."""
         return sorted(self._answers["lema_checkpoint_sources"].records, key=lambda each: (-each.priority, each.name))
@@ -210,6 +216,15 @@ class PluginManager:
         if name not in methods:
             raise ConfigError(f"{unknown_name('training_mode', name, methods)}{self._left_out()}")
         return methods[name]
+
+    def state_codec(self, bits: int, option: str = "opt_state_bits") -> StateCodec:
+        """The codec for so many bits. Raises ConfigError, naming ``option``, with what there is."""
+        codecs = self.state_codecs()
+        if bits not in codecs:
+            known = ", ".join(f"{each.bits} ({each.name})" for each in codecs.values()) or "none"
+            hint = "" if codecs else "; packages/lema-quant brings 8"
+            raise ConfigError(f"{option}: no codec for {bits} bits; installed: {known}{hint}{self._left_out()}")
+        return codecs[bits]
 
     def locate_checkpoint(self, ref: str | Path) -> Path:
         """The local folder of what the user named. Raises CheckpointError with every reason when all refuse."""

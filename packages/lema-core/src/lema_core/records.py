@@ -66,3 +66,16 @@ class TrainingMethod:
 
     name: str
     method: str
+
+
+@dataclass(frozen=True)
+class StateCodec:
+    """A way to keep optimizer states and gradients in fewer bits.
+
+    ``bits`` is what users write as ``opt_state_bits`` and ``grad_acc_bits``; ``codec`` names a class like
+    :class:`lema_core.store.codec.StateCodecClass`.
+    """
+
+    name: str
+    bits: int
+    codec: str

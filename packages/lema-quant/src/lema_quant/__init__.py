@@ -1,0 +1,1 @@
+"""Codecs that keep training's states in 8 bits, registered through the ``lema`` entry-point group."""
