@@ -18,34 +18,35 @@ from lema_quant.dither import thresholds
 
 #: fp32 numbers of scratch per number of a chunk
 SCRATCH = 4
-_MOST = 127.0
 #: 127^4 as fp32 computes it, so that the largest of a block is exact
 _WHOLE = 260144640.0
-#: headers are at least this: no quotient is 0 / 0, no code's value underflows
-_SMALLEST = 2.0**-100
+#: headers are at least this, so that _WHOLE over one is finite
+_SMALLEST = 2.0**-96
+_ONE = torch.ones(())
 
 
 def encode(values_KB: Tensor, codes_KB: Tensor, headers_K: Tensor, scratch_SKB: Tensor) -> None:
     """fp32 [K, B] to uint8 [K, B] and int32 [K]. A block with an element that is not finite gets the header NaN."""
-    share_KB, root_KB, square_KB, gap_KB = scratch_SKB
-    torch.abs(values_KB, out=share_KB)
-    absmax_K1 = share_KB.amax(1, keepdim=True)
+    size_KB, root_KB, square_KB, gap_KB = scratch_SKB
+    torch.abs(values_KB, out=size_KB)
+    absmax_K1 = size_KB.amax(1, keepdim=True)
     finite_K1 = absmax_K1.isfinite()
     absmax_K1.clamp_(min=_SMALLEST)
     headers_K.view(torch.float32).copy_(absmax_K1[:, 0])
     if not finite_K1.all():
         headers_K.view(torch.float32).masked_fill_(~finite_K1[:, 0], torch.nan)
         absmax_K1.masked_fill_(~finite_K1, 1)
-        share_KB.masked_fill_(~finite_K1, 0)
-    share_KB.div_(absmax_K1)
-    # k = floor(root), then the place of 127^4 share between k^4 and (k + 1)^4 = k^4 + (2k + 1)(2 (k^2 + k) + 1)
-    torch.sqrt(share_KB, out=root_KB).sqrt_().mul_(_MOST).floor_()
+        size_KB.masked_fill_(~finite_K1, 0)
+    size_KB.mul_(_WHOLE / absmax_K1)
+    # k = floor(root), then the place of the size between k^4 and (k + 1)^4 = k^4 + (2k + 1)(2 (k^2 + k) + 1)
+    torch.sqrt(size_KB, out=root_KB).sqrt_().floor_()
     torch.mul(root_KB, root_KB, out=square_KB)
-    torch.add(square_KB, root_KB, out=gap_KB).mul_(2).add_(1)
+    torch.add(square_KB, root_KB, out=gap_KB)
+    torch.add(_ONE, gap_KB, alpha=2, out=gap_KB)
     gap_KB.addcmul_(gap_KB, root_KB, value=2)
-    share_KB.mul_(_WHOLE).sub_(square_KB.mul_(square_KB)).div_(gap_KB)
-    share_KB.add_(thresholds(values_KB.view(torch.int32), out_KB=gap_KB)).floor_().add_(root_KB)
-    codes_KB.view(torch.int8).copy_(share_KB.mul_(torch.sign(values_KB, out=root_KB)))
+    size_KB.sub_(square_KB.mul_(square_KB)).div_(gap_KB)
+    size_KB.add_(thresholds(values_KB.view(torch.int32), out_KB=gap_KB)).floor_().add_(root_KB)
+    codes_KB.view(torch.int8).copy_(size_KB.mul_(torch.sign(values_KB, out=root_KB)))
 
 
 def decode(codes_KB: Tensor, headers_K: Tensor, values_KB: Tensor, scratch_SKB: Tensor) -> None:

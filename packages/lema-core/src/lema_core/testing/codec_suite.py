@@ -10,17 +10,14 @@ pytest collects the subclass. The bounds are those of 8 bits; a codec of other b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lema_core.ops.adamw import AdamWRates, TorchAdamW
+from lema_core.store.codec import StateCodecClass
 from lema_core.testing.allocations import peak_allocated
 from lema_core.testing.comparing import relative
-
-if TYPE_CHECKING:
-    from lema_core.store.codec import StateCodecClass
 
 KINDS = ("exp_avg", "exp_avg_sq", "grads")
 _SIZES = (0, 1, 2, 63, 64, 65, 255, 256, 257, 1000, 4096, 70_001)
