@@ -97,3 +97,25 @@ def test_an_architecture_has_defaults_of_its_own() -> None:
 def test_heads_that_contradict_each_other(changes, words) -> None:
     with pytest.raises(ConfigError, match=words):
         Heads.from_hf_config(HfConfig({"hidden_size": 64, "num_attention_heads": 4, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "default", "expected"),
+    [
+        ({}, None, None),
+        ({}, 0, 0),
+        ({"pad_token_id": None}, 0, None),
+        ({"pad_token_id": 7}, 0, 7),
+        ({"pad_token_id": -1}, None, 9),
+        ({"pad_token_id": 10}, None, None),
+    ],
+)
+def test_token_ids(changes, default, expected) -> None:
+    """A negative one as torch's embedding counts it."""
+    assert HfConfig(changes).token_id("pad_token_id", 10, default) == expected
+
+
+@pytest.mark.parametrize("wrong", ["0", True, 1.0])
+def test_what_is_no_token_id(wrong) -> None:
+    with pytest.raises(ConfigError, match="pad_token_id=.* a token id expected"):
+        HfConfig({"pad_token_id": wrong}).token_id("pad_token_id", 10)

@@ -24,10 +24,11 @@ class TensorSpec:
 
     ``name`` is the canonical checkpoint name, which is also transformers' parameter path
     (``model.layers.3.self_attn.q_proj.weight``); ``module`` is that path without the last part, as in PEFT keys.
-    ``role``: ``embedding``, ``linear``, ``bias``, ``norm``, ``conv``, ``router``, ``expert`` or ``head``. ``layer`` is
-    the block's number, None outside blocks. ``tied_to`` names the tensor this one shares storage with (a tied head); a
-    tied tensor is never stored twice. ``transposed``: a linear's weight that lies as [in, out] in the files, which
-    ``shape`` says too. ``expert``: the number of the one it belongs to, of those that a router picks from.
+    ``role``: ``embedding``, ``linear``, ``bias``, ``norm``, ``conv``, ``router``, ``expert``, ``head``, or ``buffer``
+    for what no gradient changes. ``layer`` is the block's number, None outside blocks. ``tied_to`` names the tensor
+    this one shares storage with (a tied head); a tied tensor is never stored twice. ``transposed``: a linear's weight
+    that lies as [in, out] in the files, which ``shape`` says too. ``expert``: the number of the one it belongs to, of
+    those that a router picks from.
     """
 
     name: str

@@ -43,7 +43,9 @@ class Lfm2Config(DecoderConfig):
         """The fields that dense models and those with experts have in common, by name."""
         width = hf.get("block_ff_dim") or hf.get("intermediate_size")
         given = HfConfig({**hf, "intermediate_size": width})
-        common = DecoderConfig.common(given, 128_000, n_kv_heads=8, theta=1e6, eps_field="norm_eps", eps=1e-5)
+        common = DecoderConfig.common(
+            given, 128_000, n_kv_heads=8, theta=1e6, eps_field="norm_eps", eps=1e-5, padding_id=0
+        )
         return {
             **common,
             "tied": hf.flag("tie_embedding", hf.flag("tie_word_embeddings", True)),

@@ -72,7 +72,7 @@ class Lfm2MoeAdapter(Lfm2Adapter):
         n = self.config.n_experts
         yield TensorSpec(f"{prefix}.gate.weight", (n, self.hidden_size), "router", layer)
         if self.config.has_bias:
-            yield TensorSpec(f"{prefix}.expert_bias", (n,), "router", layer)
+            yield TensorSpec(f"{prefix}.expert_bias", (n,), "buffer", layer)
         yield from self.experts.tensors(f"{prefix}.experts", layer)
 
     def expert_modules(self, prefix: str, layer: int) -> Iterable[TensorSpec]:

@@ -40,6 +40,17 @@ class HfConfig(dict[str, Any]):
             raise ConfigError(f"config.json: {name}={value!r}; a whole number expected, 0 or more")
         return value
 
+    def token_id(self, name: str, vocab_size: int, default: int | None = None) -> int | None:
+        """An id of the vocabulary, negative ones counted from its end; None for null and for ids beyond it. Here null
+        is None whatever the default, which only a missing field has."""
+        value = self.get(name, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"config.json: {name}={value!r}; a token id expected")
+        row = value + vocab_size if value < 0 else value
+        return row if 0 <= row < vocab_size else None
+
     def layer_types(self, n_layers: int, *kinds: str) -> tuple[str, ...] | None:
         """``layer_types``, one of ``kinds`` for each layer; None where config.json leaves them out."""
         found = self.get("layer_types")

@@ -25,7 +25,7 @@ from lema_core.ops.streamed import StreamedOps
 @dataclass(frozen=True)
 class DecoderConfig:
     """The fields of ``config.json`` that the computation of every such decoder depends on; an architecture adds its own
-    in a subclass."""
+    in a subclass. ``padding_id``: the token whose embedding gets no gradient, as transformers has it; None: all do."""
 
     vocab_size: int
     hidden_size: int
@@ -36,6 +36,7 @@ class DecoderConfig:
     max_positions: int
     rope: RopeConfig
     tied: bool
+    padding_id: int | None
 
     @staticmethod
     def common(
@@ -46,6 +47,7 @@ class DecoderConfig:
         theta: float = 10000.0,
         eps_field: str = "rms_norm_eps",
         eps: float = 1e-6,
+        padding_id: int | None = None,
     ) -> dict[str, Any]:
         """The fields above by name; arguments are an architecture's defaults for what ``config.json`` leaves out.
 
@@ -65,6 +67,7 @@ class DecoderConfig:
             "max_positions": longest,
             "rope": RopeConfig.from_hf_config({**hf, "max_position_embeddings": longest}, theta),
             "tied": hf.flag("tie_word_embeddings"),
+            "padding_id": hf.token_id("pad_token_id", hf.size("vocab_size"), padding_id),
         }
 
 
@@ -126,7 +129,7 @@ class Decoder(ModelAdapter):
         ctx.shared[ROPE] = rotary_tables(self.config.rope, self.config.heads.dim, ctx)
 
     def embed(self, ops: StreamedOps, ids_BT: Tensor, ctx: ForwardContext) -> Tensor:
-        return ops.embedding(ids_BT, "model.embed_tokens.weight")
+        return ops.embedding(ids_BT, "model.embed_tokens.weight", self.config.padding_id)
 
     def norm(self, ops: StreamedOps, x_BTC: Tensor, name: str) -> Tensor:
         return ops.rms_norm(x_BTC, f"{name}.weight", self.config.norm_eps)

@@ -63,8 +63,8 @@ class Gradients(ABC):
                 self._add(total, value)
 
     def add_rows(self, tensor: str, ids_N: Tensor, rows_NC: Tensor, columns: Sequence[Columns]) -> None:
-        """``+= rows`` at the rows ``ids`` (int64, on the CPU) of an embedding, token after token. A block that no id
-        falls into is not borrowed."""
+        """``+= rows`` at the rows ``ids`` (int64, on the CPU; below 0: nowhere) of an embedding, token after token. A
+        block that no id falls into is not borrowed."""
         for part in self.row_parts(tensor):
             inside_N = (ids_N >= part.start) & (ids_N < part.stop)
             if not inside_N.any():

@@ -121,12 +121,14 @@ class StreamedOps:
         :meth:`block_output` does."""
         return run_experts(self, x_BTC, scores_Nk, picked_Nk, prefix)
 
-    def embedding(self, ids_BT: Tensor, name: str) -> Tensor:
-        """Rows of the table ``name`` -> [B, T, C], feature-major."""
+    def embedding(self, ids_BT: Tensor, name: str, padding_id: int | None = None) -> Tensor:
+        """Rows of the table ``name`` -> [B, T, C], feature-major. ``padding_id``: its row gets no gradient here, as in
+        torch's embedding."""
         ids_N = ids_BT.reshape(-1).cpu()
         rows_NC = self.weights.rows(name, ids_N, self.dtype)
         if self.trains(name):
-            rows_NC = Rows.apply(rows_NC, self.gradients, name, ids_N, self.now.columns, ANCHOR)
+            learning_N = ids_N if padding_id is None else ids_N.masked_fill(ids_N == padding_id, -1)
+            rows_NC = Rows.apply(rows_NC, self.gradients, name, learning_N, self.now.columns, ANCHOR)
         return rows_NC.t().contiguous().t().view(*ids_BT.shape, -1)
 
     def vector(self, name: str) -> Tensor:

@@ -1,14 +1,14 @@
 """How long a step's pieces take on this machine: some are computed, with the run's kernels on weights that are made up.
 
 A step is layers that look alike, a head, and an update. One of each kind is timed, and set against what a machine's
-rates say of the same pieces: the ratio, *pace*, holds for the step. It takes the memory of one part of the weights
-beside what a step holds, and about a second for a large model.
+rates say of the same pieces: the ratio, *pace*, holds for the step. It takes the memory of one part of the weights,
+and of one gradient where weights train, beside what a step holds, and about a second for a large model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from math import prod
@@ -22,6 +22,7 @@ from lema_core.device import Device
 from lema_core.ops.adamw import AdamWRates
 from lema_core.ops.context import Segment
 from lema_core.ops.gradient import backward_from
+from lema_core.ops.gradients import Gradients, with_tied
 from lema_core.ops.kernels import Kernels
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import StreamedOps
@@ -46,7 +47,10 @@ _RATES = AdamWRates(1e-4, 0.9, 0.999, 1e-8, 0.01, 1)
 
 
 class Rehearsal:
-    """Computes pieces of ``adapter`` on ``model`` with ``updates`` (left as they are) where ``device`` computes."""
+    """Computes pieces of ``adapter`` on ``model`` with ``updates`` (left as they are) where ``device`` computes.
+
+    ``trained``: names of the weights that train; how they are changed takes no part in it.
+    """
 
     def __init__(
         self,
@@ -56,13 +60,16 @@ class Rehearsal:
         dtype: torch.dtype,
         kernels: Kernels,
         device: Device,
+        trained: Iterable[str] = (),
     ) -> None:
         self._adapter = adapter
+        self._trained = with_tied(adapter, trained)
         self._model = model
         self._updates = updates
         self._dtype = dtype
         self._kernels = kernels
         self._device = device
+        self._gradients: Gradients | None = None
 
     def pace(
         self, costs: StepCosts, shape: StepShape, schedule: StepSchedule, rates: Hardware, window_bytes: int
@@ -70,7 +77,9 @@ class Rehearsal:
         """How many times longer than ``rates`` say a step of ``shape`` computes that is run by ``schedule``, with so
         many bytes for its weights."""
         measured_s = expected_s = 0.0
-        weights = _MadeUpWeights(self._model, self._device, min(window_bytes, _BEYOND_CACHES))
+        nbytes = min(window_bytes, _BEYOND_CACHES)
+        weights = _MadeUpWeights(self._model, self._device, nbytes)
+        self._gradients = _MadeUpGradients(self._model, self._device, nbytes, self._trained) if self._trained else None
         graphs = max(1, min(_MOST_GRAPHS, sum(level is Level.GRAPH for level in schedule.levels)))
         for kind in costs.kinds(shape):
             micro_batches = _fewer(kind, costs, shape)
@@ -81,6 +90,7 @@ class Rehearsal:
         times = sum(in_chunks) / tokens
         expected_s += times * compute_s(costs.head_trace(tokens), rates)
         measured_s += times * self._head_s(weights, tokens)
+        self._gradients = None
         self._device.trim()
         return measured_s / expected_s
 
@@ -123,7 +133,7 @@ class Rehearsal:
 
     def _ops(self, weights: _MadeUpWeights, updates: Mapping[str, LowRankUpdate]) -> StreamedOps:
         where, modules = self._device.torch_device, (self._model.biased_modules, self._model.transposed_modules)
-        return StreamedOps(weights, self._kernels, where, self._dtype, updates, *modules)
+        return StreamedOps(weights, self._kernels, where, self._dtype, updates, *modules, self._gradients)
 
     def _copies(self, layer: int) -> dict[str, LowRankUpdate]:
         """The updates of ``layer``, with parameters and gradients of their own."""
@@ -137,18 +147,31 @@ class Rehearsal:
         return copies
 
 
+class _Memory:
+    """Hands out blocks as large as a model's parts, each behind the one before, from the start again at the end."""
+
+    def __init__(self, model: StreamedModel, device: Device, nbytes: int, dtype: torch.dtype | None = None) -> None:
+        layouts = [layout for layout in (model.layout, model.experts) if layout is not None]
+        blocks = (part for layout in layouts for parts in layout.parts.values() for part in parts)
+        largest = max(prod(part.shape) * (dtype or part.dtype).itemsize for part in blocks)
+        self.bytes = device.allocate(whole_sectors(max(largest, nbytes)))
+        self._next = 0
+
+    def block(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        nbytes = prod(shape) * dtype.itemsize
+        start = self._next if self._next + nbytes <= len(self.bytes) else 0
+        self._next = start + whole_sectors(nbytes)
+        return self.bytes[start : start + nbytes].view(dtype).view(shape)
+
+
 class _MadeUpWeights:
-    """A weight source in which all parts lie in the same memory, each behind the one that was borrowed before."""
+    """A weight source in which all parts lie in the same memory."""
 
     def __init__(self, model: StreamedModel, device: Device, nbytes: int) -> None:
         self._model = model
-        layouts = [layout for layout in (model.layout, model.experts) if layout is not None]
-        blocks = (part for layout in layouts for parts in layout.parts.values() for part in parts)
-        largest = max(prod(part.shape) * part.dtype.itemsize for part in blocks)
-        self._memory = device.allocate(whole_sectors(max(largest, nbytes)))
+        self._memory = _Memory(model, device, nbytes)
         # Read as fp32 or fp16, such numbers are finite too.
-        self._memory.view(torch.bfloat16).normal_(std=0.02)
-        self._next = 0
+        self._memory.bytes.view(torch.bfloat16).normal_(std=0.02)
 
     def parts(self, name: str) -> tuple[Part, ...]:
         return self._model.parts(name)
@@ -158,13 +181,32 @@ class _MadeUpWeights:
 
     @contextmanager
     def borrow(self, part: Part) -> Iterator[Tensor]:
-        nbytes = prod(part.shape) * part.dtype.itemsize
-        start = self._next if self._next + nbytes <= len(self._memory) else 0
-        self._next = start + whole_sectors(nbytes)
-        yield self._memory[start : start + nbytes].view(part.dtype).view(part.shape)
+        yield self._memory.block(part.shape, part.dtype)
 
     def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros(ids.numel(), self._model.embeddings[name].shape[1], dtype=dtype)
+
+
+class _MadeUpGradients(Gradients):
+    """Accumulators that all lie in the same memory."""
+
+    def __init__(self, model: StreamedModel, device: Device, nbytes: int, trained: frozenset[str]) -> None:
+        self._model = model
+        self._trained = trained
+        self._memory = _Memory(model, device, nbytes, torch.float32)
+        self._memory.bytes.zero_()
+
+    def trains(self, tensor: str) -> bool:
+        return tensor in self._trained
+
+    def borrow(self, part: Part) -> AbstractContextManager[Tensor]:
+        return nullcontext(self._memory.block(part.shape, torch.float32))
+
+    def row_parts(self, tensor: str) -> tuple[Part, ...]:
+        return self._model.parts(tensor)
+
+    def complete(self, layer: int | None) -> None:
+        """Nothing waits for it."""
 
 
 def _fewer(kind: Kind, costs: StepCosts, shape: StepShape) -> list[MicroBatch]:

@@ -26,6 +26,7 @@ from lema_core.runtime.schedule import Scheduler, StepCosts
 from lema_core.store.model import StreamedModel, cut_model
 from lema_core.store.store import TensorStore
 from lema_core.testing import adapter_oracle as theirs
+from lema_core.testing.gradients import GradientsInMemory
 
 #: lora_A [r, in] and lora_B [out, r]
 Pair = tuple[Tensor, Tensor]
@@ -92,6 +93,10 @@ class AdapterCase:
             if f"{key}.lora_A.weight" in tensors
         }
 
+    def weight_gradients(self, adapter: ModelAdapter, model: Any) -> dict[str, Tensor]:
+        """The gradients of transformers' ``model`` as the adapter names its tensors."""
+        return theirs.gradients(model)
+
     def oracle_logits(self, model: Any, batch: TokenBatch) -> Tensor:
         """[B, T, V] by transformers' ``model``; what stands at padding is not looked at."""
         return theirs.logits(model, batch)
@@ -156,8 +161,10 @@ class AdapterCase:
         updates: Mapping[str, LowRankUpdate] | None = None,
         resident: bool = False,
         device: Device | None = None,
+        gradients: GradientsInMemory | None = None,
     ) -> ModelRunner:
-        """Over the smallest windows there can be, or over all weights; closed when the test is over."""
+        """Over the smallest windows there can be, or over all weights; closed when the test is over. ``gradients``: of
+        the weights that train."""
         device, updates = device or CpuDevice(), updates or {}
         adapter, bound = self.bound(folder)
         if folder not in self._cut:
@@ -166,9 +173,10 @@ class AdapterCase:
         given = None if resident else model.smallest_bytes
         store = TensorStore(model, device, model.sizes(given, given, device.shares_ram))
         # What pieces cost depends on these alone: one dry run serves all.
-        key = folder, tuple(updates), any(update.dropout for update in updates.values())
+        trained = frozenset() if gradients is None else frozenset(gradients.totals)
+        key = folder, tuple(updates), any(update.dropout for update in updates.values()), trained
         scheduler = Scheduler(self._costs[key]) if key in self._costs else None
-        runner = ModelRunner(adapter, model, store, updates, Kernels(), scheduler)
+        runner = ModelRunner(adapter, model, store, updates, Kernels(), scheduler, gradients=gradients)
         self._costs[key] = runner.scheduler.costs
         self._runners.append(runner)
         return runner
@@ -184,6 +192,10 @@ class AdapterCase:
             return LowRankUpdate(lora_A.requires_grad_(), lora_B.requires_grad_(), _SCALE, dropout)
 
         return {spec.module: update(spec) for spec in adapter.linear_modules()}
+
+    def all_gradients(self, adapter: ModelAdapter) -> GradientsInMemory:
+        """Of every tensor that can train."""
+        return GradientsInMemory(adapter, [spec.name for spec in adapter.tensors() if spec.role != "buffer"])
 
     def peft(self, folder: Path, adapter: ModelAdapter, updates: Mapping[str, LowRankUpdate]) -> Any:
         """transformers' model with ``updates``, which PEFT reads from files in its layout."""
@@ -215,12 +227,17 @@ def train(
     batches: Sequence[TokenBatch],
     step: int,
     first_layer: int = 0,
+    weights: GradientsInMemory | None = None,
 ) -> dict[str, Tensor]:
-    """Loss, logits by micro-batch and all gradients of one step."""
+    """Loss, logits by micro-batch and all gradients of one step, those of ``weights`` by name."""
     for update in updates.values():
         update.lora_A.grad = update.lora_B.grad = None
+    embeds = False
+    if weights is not None:
+        weights.begin_step()
+        embeds = any(spec.role == "embedding" and weights.trains(spec.name) for spec in runner.adapter.tensors())
     logits: dict[int, Tensor] = {}
-    loss = runner.train_step(batches, TrainPass(first_layer, seed=7), step, logits)
+    loss = runner.train_step(batches, TrainPass(first_layer, seed=7, embeds=embeds), step, logits)
     gradients = {
         module: tuple(update.gradient(parameter).clone() for parameter in update.parameters())
         for module, update in updates.items()
@@ -229,6 +246,7 @@ def train(
         "loss": torch.tensor(loss, dtype=torch.float64),
         **{f"logits {index}": each for index, each in logits.items()},
         **by_name(gradients),
+        **({} if weights is None else {name: total.clone() for name, total in weights.totals.items()}),
     }
 
 

@@ -70,6 +70,16 @@ class ExpertAdapterSuite(AdapterSuite):
                 found[spec.module] = parts_A[number], parts_B[..., number]
         return found
 
+    def weight_gradients(self, adapter: ModelAdapter, model: Any) -> dict[str, Tensor]:
+        found = super().weight_gradients(adapter, model)
+        for spec in adapter.tensors():
+            if spec.role == "expert":
+                stack, _, name = spec.stack.rpartition(".")
+                gate, up = found[f"{stack}.gate_up_proj"][spec.expert].chunk(2)
+                down = found[f"{stack}.down_proj"][spec.expert]
+                found[spec.name] = {"gate_proj": gate, "up_proj": up, "down_proj": down}[name]
+        return {spec.name: found[spec.name] for spec in adapter.tensors() if spec.name in found}
+
 
 def _stacks(specs: list[TensorSpec]) -> dict[str, list[TensorSpec]]:
     stacks: dict[str, list[TensorSpec]] = {}

@@ -84,6 +84,11 @@ def trained(model: Any) -> dict[str, Tensor]:
     return {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
 
 
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Of transformers' ``model``, by the names of its parameters; zeros where there is none."""
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
 def logits(model: Any, batch: TokenBatch) -> Tensor:
     """[B, T, V] of transformers' ``model``. Positions count real tokens, as ``generate`` does it."""
     mask = batch.attention_mask.long()

@@ -25,6 +25,7 @@ from lema_core.adapter import ModelAdapter, TensorSpec
 from lema_core.checkpoint import read_manifest
 from lema_core.errors import CheckpointError
 from lema_core.kv import KVCache
+from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.runtime.batch import IGNORE_INDEX, TokenBatch
 from lema_core.runtime.generation import generate_greedy
 from lema_core.runtime.piece_run import Level
@@ -35,6 +36,7 @@ from lema_core.testing.adapter_case import AdapterCase, Shape, batch_of, by_name
 from lema_core.testing.allocations import peak_allocated
 from lema_core.testing.comparing import assert_all_close, assert_close, assert_equal
 from lema_core.testing.forced import ForcedSchedule
+from lema_core.testing.gradients import GradientsInMemory
 from lema_core.testing.simulated import SimulatedAccelerator
 
 #: one target, one token (nothing to learn), padding on both sides, no length a multiple of another
@@ -187,6 +189,22 @@ class AdapterSuite(AdapterCase):
             found = train(runner, updates, batches, step)
             assert_all_close(f"step {step}", found, self._oracle_step(adapter, model, batches, found))
 
+    def test_gradients_of_every_weight(self, variant: str) -> None:
+        """Of all tensors at once, as transformers gives them to what it trains; a tied one has the sum of both."""
+        folder = self.folder(variant)
+        adapter, _ = self.bound(folder)
+        weights = self.all_gradients(adapter)
+        runner, model = self.open(folder, gradients=weights), theirs.load_model(folder)
+        for step, shapes in enumerate(_STEPS[:2]):
+            batches = [batch_of(shape, adapter.vocab_size, seed) for seed, shape in enumerate(shapes)]
+            found = train(runner, {}, batches, step, weights=weights)
+            model.zero_grad()
+            logits_BTV = [self.oracle_logits(model, batch) for batch in batches]
+            self.oracle_loss(model, batches, logits_BTV).backward()
+            totals = {name: found[name] for name in weights.totals}
+            assert_all_close(f"step {step}", totals, self.weight_gradients(adapter, model))
+            assert weights.completed == [*reversed(range(adapter.n_layers)), None]
+
     def _oracle_step(
         self, adapter: ModelAdapter, model: Any, batches: Sequence[TokenBatch], found: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
@@ -228,7 +246,8 @@ class AdapterSuite(AdapterCase):
             assert_all_close(f"LoRA on {spec.module} alone", found, {name: expected[name] for name in found})
 
     def test_no_window_or_schedule_changes_a_bit(self, variant: str) -> None:
-        """Streamed = resident, micro-batches together = apart, and whatever is kept or recomputed, dropout included."""
+        """Streamed = resident, micro-batches together = apart, and whatever is kept or recomputed, dropout included; of
+        LoRA's gradients and those of all weights, which change nothing of one another."""
         folder = self.folder(variant, **self.dropout)
         adapter, _ = self.bound(folder)
         updates = self.lora(adapter, dropout=0.2)
@@ -246,22 +265,32 @@ class AdapterSuite(AdapterCase):
             ("resident, in two groups, mixed", (together[0][:2], together[0][2:]), mixed, True, None),
             ("accelerator, together, mixed", together, mixed, False, SimulatedAccelerator(latency_s=1e-4)),
         ):
-            runner = self.open(folder, updates, resident, device)
+            weights = self.all_gradients(adapter)
+            runner = self.open(folder, updates, resident, device, weights)
             runner.scheduler = ForcedSchedule(runner.scheduler.costs, groups, levels)
             evaluated = {f"evaluated {shape}": runner.logits(batch_of(shape, adapter.vocab_size)) for shape in _UNEVEN}
-            computed[what] = evaluated | train(runner, updates, batches, step=3)
+            computed[what] = evaluated | train(runner, updates, batches, step=3, weights=weights)
             runner.close()
             assert device is None or device.overwrites_while_read == 0
         expected = computed.pop("resident, apart, recomputed")
         for what, found in computed.items():
             assert_equal(what, found, expected)
+        frozen = train(self.open(folder, updates), updates, batches, step=3)
+        assert_equal("weights frozen", frozen, {name: expected[name] for name in frozen})
 
     def test_a_step_holds_what_was_expected(self, variant: str) -> None:
-        """Budgets rely on it. The first step makes what a kernel keeps."""
+        """Budgets rely on it, whether LoRA weights train or all of the model's own. The first step makes what a kernel
+        keeps."""
         folder = self.folder(variant, **self.dropout)
         adapter, _ = self.bound(folder)
-        updates = self.lora(adapter, dropout=0.2)
-        runner = self.open(folder, updates, resident=True)
+        self._check_expected_bytes(folder, self.lora(adapter, dropout=0.2), None)
+        self._check_expected_bytes(folder, {}, self.all_gradients(adapter))
+
+    def _check_expected_bytes(
+        self, folder: Path, updates: Mapping[str, LowRankUpdate], weights: GradientsInMemory | None
+    ) -> None:
+        runner = self.open(folder, updates, resident=True, gradients=weights)
+        adapter = runner.adapter
         batches = [
             batch_of(shape, adapter.vocab_size)
             for shape in ((2, 20, "right"), (1, 37, ""), (1, 13, ""), (3, 11, "left"))
@@ -272,7 +301,7 @@ class AdapterSuite(AdapterCase):
             ("in two groups, mixed", ((0, 1), (2, 3)), mixed),
         ):
             runner.scheduler = forced = ForcedSchedule(runner.scheduler.costs, groups, levels)
-            work = partial(train, runner, updates, batches, 3)
+            work = partial(train, runner, updates, batches, 3, weights=weights)
             work()
             taken, expected = peak_allocated(work), forced.expected_bytes
             assert taken <= expected <= 1.5 * taken, f"{what}: {expected:,} bytes expected, {taken:,} taken"
