@@ -124,7 +124,7 @@ class TensorStore:
         )
         self._position = 0
         self._trace: Trace | None = None
-        self._step_start = (0, 0, 0.0, 0)
+        self._step_start = self._totals()
         self.closed = False
 
     def begin_step(self, trace: Trace) -> StepPlan:
@@ -196,37 +196,58 @@ class TensorStore:
         for name in self.model.originals_by_rows:
             self._rows[name].forget()
 
-    def _totals(self) -> tuple[int, int, float, int]:
+    def _totals(self) -> dict[str, tuple[int, int, int, int, float]]:
+        """By kind of stream since it was opened: bytes read from disk, those of them on demand, copied, written, and
+        seconds waited."""
         demanded = sum(rows.bytes_read for rows in self._rows.values())
         link_bytes = sum(engine.link_bytes for engine in self._engines)
         wait_s = sum(engine.wait_s for engine in self._engines)
         if self._experts is not None:
             demanded += self._experts.disk_bytes
-        return self._reader.bytes_read, link_bytes, wait_s, demanded
+        if self.updates is None:
+            return {"weights": (self._reader.bytes_read, demanded, link_bytes, 0, wait_s)}
+        own = self.updates
+        read = self._reader.bytes_read + own.bytes_read
+        return {
+            "weights": (read, demanded, link_bytes, own.bytes_written, wait_s + own.wait_s),
+            **{s.kind: (s.bytes_read, 0, 0, s.bytes_written, s.wait_s) for s in (own.optim, own.grads.stream)},
+        }
 
     def stats(self) -> dict[str, StoreStats]:
-        """Figures per kind of stream; ``read_bytes``, ``copied_bytes`` and ``wait_s`` of the present or latest step."""
+        """Figures per kind of stream; ``read_bytes``, ``copied_bytes``, ``written_bytes`` and ``wait_s`` of the present
+        or latest step. What moves ahead of a step for its updates counts with it."""
         near = [engine.near for engine in self._engines]
         far = [engine.far for engine in self._engines if engine.far is not None]
         ram, device = (far, near) if far else (near, [])
         rows, bounce = self._rows.values(), self.model.bounce_bytes
-        before = self._step_start
-        read, copied, waited, demanded = self._totals()
         region = self.sizes.n_rows * self.model.row_bytes
-        weights = StoreStats(
-            ram_now_bytes=sum(window.bytes_now for window in ram) + sum(r.bytes_now for r in rows) + bounce,
-            ram_peak_bytes=sum(window.peak_bytes for window in ram) + region + bounce,
-            ram_window_bytes=sum(window.n_slots * window.slot_bytes for window in ram) + region + bounce,
-            device_now_bytes=sum(window.bytes_now for window in device),
-            device_peak_bytes=sum(window.peak_bytes for window in device),
-            device_window_bytes=sum(window.n_slots * window.slot_bytes for window in device),
-            read_bytes=read - before[0],
-            demand_bytes=demanded - before[3],
-            copied_bytes=copied - before[1],
-            written_bytes=0,
-            wait_s=waited - before[2],
-        )
-        return {"weights": weights}
+        passing = 0 if self.updates is None else self.updates.ram_bytes
+        held = {
+            "weights": (
+                sum(window.bytes_now for window in ram) + sum(r.bytes_now for r in rows) + bounce + passing,
+                sum(window.peak_bytes for window in ram) + region + bounce + passing,
+                sum(window.n_slots * window.slot_bytes for window in ram) + region + bounce + passing,
+                sum(window.bytes_now for window in device),
+                sum(window.peak_bytes for window in device),
+                sum(window.n_slots * window.slot_bytes for window in device),
+            )
+        }
+        if self.updates is not None:
+            for stream in (self.updates.optim, self.updates.grads.stream):
+                held[stream.kind] = (stream.ram_bytes,) * 3 + (0,) * 3
+        found = {}
+        for kind, now in self._totals().items():
+            before = self._step_start.get(kind, (0, 0, 0, 0, 0.0))
+            read, demanded, copied, written, waited = (a - b for a, b in zip(now, before, strict=True))
+            found[kind] = StoreStats(
+                *held[kind],
+                read_bytes=read,
+                demand_bytes=demanded,
+                copied_bytes=copied,
+                written_bytes=written,
+                wait_s=waited,
+            )
+        return found
 
     @property
     def buffered_files(self) -> Sequence[str]:
