@@ -10,7 +10,7 @@ import torch
 from lema_core.adapter import ModelAdapter
 from lema_core.plugins import get_plugin_manager
 from lema_core.records import load_object
-from lema_train.selection import select_tensors
+from lema_core.selection import select_tensors
 
 SIZES = {
     "vocab_size": 64,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lema_core.adapter import ModelAdapter, TensorSpec
 from lema_core.errors import ConfigError
+from lema_core.selection import matches, parse_layers, select_modules
 from lema_train.lora import LoraConfig, LoraWeights, count_parameters
-from lema_train.selection import matches, parse_layers, select_modules
 
 SHAPES = {
     "self_attn.q_proj": (16, 16),

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lema_core.errors import ConfigError
+from lema_core.selection import select_modules
 from lema_models.lfm2_moe import Lfm2MoeAdapter
 from lema_models.mixtral import MixtralAdapter
 from lema_train.lora import LoraConfig, LoraWeights
 from lema_train.method import LoraMethod
 from lema_train.peft_format import load_peft, save_peft
-from lema_train.selection import select_modules
 
 MIXTRAL = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lema_core.adapter import ModelAdapter, TensorSpec
 from lema_core.errors import CheckpointError
+from lema_core.selection import select_modules
 from lema_train.lora import LoraConfig, LoraWeights
 from lema_train.peft_format import CONFIG_FILE, WEIGHTS_FILE, load_peft, peft_bytes, read_peft_config, save_peft
-from lema_train.selection import select_modules
 
 
 def base_model(layers: int = 4, hidden: int = 32, tied: bool = False) -> LlamaForCausalLM:

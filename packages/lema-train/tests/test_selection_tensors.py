@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lema_core.adapter import TensorSpec
 from lema_core.errors import ConfigError
-from lema_train.selection import EntryCount, decayed, select_tensors
+from lema_core.selection import EntryCount, decayed, select_tensors
 
 IN_A_BLOCK = (
     ("input_layernorm.weight", (16,), "norm"),

@@ -8,8 +8,8 @@ import torch
 
 from lema_core.adapter import ModelAdapter
 from lema_core.ops.adamw import AdamWKernel
+from lema_core.selection import TensorSelection, decayed, select_tensors
 from lema_core.training import AdamWOptions, WeightTraining
-from lema_train.selection import TensorSelection, decayed, select_tensors
 
 
 class FullOptions(Protocol):

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from lema_core.adapter import TensorSpec
 from lema_core.errors import ConfigError
 from lema_core.ops.low_rank import LowRankUpdate
-from lema_train.selection import ALL_LINEAR
+from lema_core.selection import ALL_LINEAR
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LoraConfig:
 
     ``rank`` r; ``alpha``, so that the update's scale is alpha / r, or alpha / sqrt(r) with ``use_rslora``;
     ``dropout`` the probability on the branch's input; ``target_modules`` and ``layers`` as
-    :func:`lema_train.selection.select_modules` takes them. ``rank_pattern`` and ``alpha_pattern`` give single
+    :func:`lema_core.selection.select_modules` takes them. ``rank_pattern`` and ``alpha_pattern`` give single
     modules another rank or alpha, as PEFT's files can: the first key that matches the end of the module's path at a
     dot, as a regular expression, counts. Raises ConfigError for a value out of range.
     """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from lema_core.errors import ConfigError
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.runtime.runner import TrainPass
+from lema_core.selection import Selection
 from lema_core.training import Outcome, Training
 from lema_train.clipping import clip_
 from lema_train.lora import LoraWeights
 from lema_train.optimizer import Optimizer
-from lema_train.selection import Selection
 
 
 class LoraTraining(Training):

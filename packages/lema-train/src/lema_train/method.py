@@ -11,10 +11,10 @@ from lema_core.adapter import ModelAdapter
 from lema_core.checkpoint.describe import shorten
 from lema_core.errors import ConfigError
 from lema_core.ops.adamw import AdamWKernel
+from lema_core.selection import ALL_LINEAR, select_modules
 from lema_train.lora import LoraConfig, LoraWeights
 from lema_train.lora_training import LoraTraining
 from lema_train.peft_format import load_peft
-from lema_train.selection import ALL_LINEAR, select_modules
 
 
 class LoraOptions(Protocol):
