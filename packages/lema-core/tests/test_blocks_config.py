@@ -117,5 +117,5 @@ def test_token_ids(changes, default, expected) -> None:
 
 @pytest.mark.parametrize("wrong", ["0", True, 1.0])
 def test_what_is_no_token_id(wrong) -> None:
-    with pytest.raises(ConfigError, match="pad_token_id=.* a token id expected"):
+    with pytest.raises(ConfigError, match=r"pad_token_id=.* a token id expected"):
         HfConfig({"pad_token_id": wrong}).token_id("pad_token_id", 10)
