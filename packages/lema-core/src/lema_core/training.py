@@ -61,8 +61,9 @@ class Training(ABC):
         """How step ``step`` (from 0) is computed."""
 
     @abstractmethod
-    def begin_step(self, step: int) -> None:
-        """From here on all gradients are zeros."""
+    def begin_step(self, step: int, lr: float | None = None, waits: bool = True) -> None:
+        """From here on all gradients are zeros. ``waits``: nothing changes before :meth:`finish_step`; otherwise what
+        can may change at once, at the rate ``lr`` (None: its own)."""
 
     @abstractmethod
     def finish_step(self, lr: float | None, max_norm: float | None, loss_scale: float) -> Outcome:
@@ -168,22 +169,28 @@ class WeightTraining(Training):
         embeds = any(spec.role == "embedding" and spec.name in active for spec in self.adapter.tensors())
         return TrainPass(first_trained_layer(self.adapter, active), seed, embeds)
 
-    def begin_step(self, step: int) -> None:
-        self._step = step
+    def begin_step(self, step: int, lr: float | None = None, waits: bool = True) -> None:
+        self._step, self._waits = step, waits
         active = self.active(step)
         self._store.gradients.begin_step(None if len(active) == len(self.weights) else active)
+        if not waits:
+            self._store.updates.decide_now(self._decision(lr, 1.0))
+
+    def _decision(self, lr: float | None, grad_scale: float) -> AdamWDecision:
+        rate, step = self.lr if lr is None else lr, self.count(self._step)
+        return AdamWDecision.of(self._kernel, self.options, rate, step, grad_scale)
 
     def finish_step(self, lr: float | None, max_norm: float | None, loss_scale: float) -> Outcome:
         norm, culprit = self._store.gradients.norm()
+        if not self._waits:
+            self.updates_made += 1
+            return Outcome(norm, culprit)
         if culprit is not None:
             self.discard_step()
             return Outcome(norm / loss_scale, culprit)
         norm /= loss_scale
         scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
-        rate = self.lr if lr is None else lr
-        step = self.count(self._step)
-        decision = AdamWDecision.of(self._kernel, self.options, rate, step, scale / loss_scale)
-        self._store.updates.decide(decision)
+        self._store.updates.decide(self._decision(lr, scale / loss_scale))
         self.updates_made += 1
         return Outcome(norm)
 

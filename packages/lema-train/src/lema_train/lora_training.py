@@ -38,7 +38,7 @@ class LoraTraining(Training):
     def train_pass(self, step: int, seed: int) -> TrainPass:
         return TrainPass(self._first_layer, seed)
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, lr: float | None = None, waits: bool = True) -> None:
         if self.optimizer is None:
             raise ConfigError("LoRA weights are trained by an optimizer: use get_trainer()")
         self.optimizer.zero_grad(set_to_none=True)

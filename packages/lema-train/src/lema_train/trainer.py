@@ -41,6 +41,7 @@ class TrainerOptions:
     warmup_steps: int = 0
     total_steps: int = 1
     max_grad_norm: float | None = 1.0
+    skip_nonfinite: bool = True
     max_nonfinite_steps: int = 5
     rows_per_micro_batch: int = 1
     seed: int = 0
@@ -118,7 +119,7 @@ class Trainer:
             batch.check_ids(self.runner.adapter.vocab_size)
         self._warn_if_long(batches)
         lr = self._learning_rate()
-        self.training.begin_step(self.step)
+        self.training.begin_step(self.step, lr, self._waits)
         loss, grad_norm = math.nan, 0.0
         without = sum(batch.n_targets == 0 for batch in batches)
         if without:
@@ -150,6 +151,11 @@ class Trainer:
             )
         return self.metrics
 
+    @property
+    def _waits(self) -> bool:
+        """Nothing may change before all gradients are there."""
+        return self.options.skip_nonfinite or self.options.max_grad_norm is not None
+
     def _update(self, loss: float, lr: float | None) -> float:
         """Clip and update, or leave everything as it was when something is not finite. Returns the norm before
         clipping."""
@@ -158,6 +164,11 @@ class Trainer:
         else:
             self.training.discard_step()
             outcome = Outcome(math.nan, "the loss")
+        if outcome.culprit is not None and not self._waits:
+            raise NonFiniteError(
+                f"step {self.step + 1}: {outcome.culprit} is not finite, and weights have changed by it "
+                "(skip_nonfinite=false): go on from an earlier checkpoint, with a lower learning_rate"
+            )
         if outcome.culprit is not None:
             self.skipped_steps += 1
             self._non_finite_in_a_row += 1

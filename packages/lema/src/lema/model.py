@@ -187,6 +187,7 @@ class LemaModel:
             warmup_steps=c.warmup_steps,
             total_steps=total_steps or c.max_steps or max(1, c.warmup_steps),
             max_grad_norm=c.max_grad_norm,
+            skip_nonfinite=c.skip_nonfinite,
             max_nonfinite_steps=c.max_nonfinite_steps,
             rows_per_micro_batch=c.batch_size,
             seed=c.seed,

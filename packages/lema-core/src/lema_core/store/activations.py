@@ -26,8 +26,8 @@ from lema_core.store.granules import whole_sectors
 from lema_core.store.held import Held, bytes_of, is_dense
 from lema_core.store.placement import Tier, place
 from lema_core.store.spill import BOUNCE_BYTES, SpillFile
-from lema_core.store.unnamed import free_bytes
 from lema_core.store.store import StoreStats
+from lema_core.store.unnamed import free_bytes
 
 #: how long the move that is under way when a step is abandoned is waited for
 _PATIENCE_S = 2.0

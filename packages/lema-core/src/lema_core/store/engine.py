@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from queue import SimpleQueue
 from threading import Condition, Thread
 
@@ -72,15 +73,25 @@ class _PassView:
         self._engine = engine
         self._run = run
 
-    def uses(self) -> dict[int, Use]:
+    @cached_property
+    def _uses(self) -> dict[int, Use]:
         run, plan = self._run, self._run.plan.near
         loaded = {load.granule for load in plan.loads}
         found: dict[int, Use] = {}
         for position, granule in enumerate(run.trace.accesses):
             if granule not in found:
                 slot = run.near_slots[plan.slot_at[position]]
-                found[granule] = Use(position, slot, plan.load_at[position], granule not in loaded)
+                # given up without being loaded again: only in a pass that goes one way
+                stays = granule not in loaded and granule in plan.resident
+                found[granule] = Use(position, slot, plan.load_at[position], stays)
         return found
+
+    def uses(self) -> Mapping[int, Use]:
+        return self._uses
+
+    def last_slot(self, granule: int) -> int | None:
+        slot = self._run.plan.near.resident.get(granule)
+        return None if slot is None else self._run.near_slots[slot]
 
     def await_load(self, load: int) -> None:
         try:

@@ -20,7 +20,8 @@ from lema_core.store.states import StateStream
 class GradientStream(Gradients):
     """Accumulators of the trained granules of ``model``, one record each, laid out as the granule.
 
-    ``done``, where given, is told each granule whose gradient is complete.
+    ``done``, where somebody sets it, is told each granule whose gradient is complete; ``before_zeros`` is called before
+    a gradient of an earlier step is lost, and returns when nobody needs it any more.
     """
 
     def __init__(
@@ -28,12 +29,12 @@ class GradientStream(Gradients):
         model: StreamedModel,
         stream: StateStream,
         encoding: Encoding,
-        done: Callable[[int], None] | None = None,
     ) -> None:
         self.stream = stream
         self.encoding = encoding
         self._model = model
-        self._done = done
+        self.done: Callable[[int], None] | None = None
+        self.before_zeros: Callable[[int], None] | None = None
         self._numbers = {part: each.number for each in model.trained for part in each.parts}
         self._of_layer: dict[int | None, list[TrainedGranule]] = {}
         for each in model.trained:
@@ -80,14 +81,14 @@ class GradientStream(Gradients):
         for each in self._of_layer.get(layer, ()):
             if each.number not in active:
                 continue
-            with self._taken(each.number, more=False) as numbers:
+            with self._taken(each.number, more=self.done is not None) as numbers:
                 for part in each.parts:
                     self._norms[part] = torch.linalg.vector_norm(numbers_of(part, numbers), dtype=torch.float32).item()
                     if not math.isfinite(self._norms[part]):
                         # the squares of finite values above 1.8e19 overflow in fp32
                         self._norms[part] = torch.linalg.vector_norm(numbers_of(part, numbers), dtype=torch.float64).item()
-            if self._done is not None:
-                self._done(each.number)
+            if self.done is not None:
+                self.done(each.number)
 
     def norm(self) -> tuple[float, str | None]:
         """Of all gradients of the step, and the first tensor with an infinite or NaN element, if any. Summed exactly:
@@ -101,7 +102,10 @@ class GradientStream(Gradients):
     @contextmanager
     def _taken(self, number: int, more: bool) -> Iterator[Tensor]:
         """fp32 numbers of a record, padding included, changed in place."""
-        record = self.stream.take(number, fresh=number not in self._begun)
+        fresh = number not in self._begun
+        if fresh and self.before_zeros is not None:
+            self.before_zeros(number)
+        record = self.stream.take(number, fresh)
         self._begun.add(number)
         try:
             with self.encoding.decoded(record, self._model.trained[number].granule.nbytes // 4) as numbers:

@@ -15,8 +15,8 @@ from lema_core.ops.widen import Widen
 from lema_core.store.disk import DiskReader
 from lema_core.store.engine import StepPlan, TransferEngine
 from lema_core.store.experts import ExpertEngine
-from lema_core.store.granules import Part
 from lema_core.store.gradients import GradientStream
+from lema_core.store.granules import Part
 from lema_core.store.model import Region, StreamedModel, WindowSizes
 from lema_core.store.reads import Reads
 from lema_core.store.rows import RowCache
@@ -132,7 +132,7 @@ class TensorStore:
         self._position = 0
         self._trace = trace
         self._step_start = self._totals()
-        if self.updates is not None and self.updates.pending:
+        if self.updates is not None and self.updates.rows_changed():
             for name in self.model.originals_by_rows:
                 self._rows[name].forget()
         return self._engine.begin(trace)
@@ -193,8 +193,6 @@ class TensorStore:
     def set_weights(self, values: Callable[[str, int, int], Tensor]) -> None:
         """Give weights that train a value; see WeightUpdates.fill."""
         self.updates.fill(values)
-        for name in self.model.originals_by_rows:
-            self._rows[name].forget()
 
     def _totals(self) -> dict[str, tuple[int, int, int, int, float]]:
         """By kind of stream since it was opened: bytes read from disk, those of them on demand, copied, written, and

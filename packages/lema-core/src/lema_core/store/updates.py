@@ -3,6 +3,9 @@
 Gradients wait for their global norm; then the clip factor is known, and a thread beside the compute takes each granule
 in the order in which the next pass needs it: its gradient and moments from their streams, the weights from the slot
 that they were read into, and back to the working file. A pass that evaluates, generates or saves does the same.
+
+Where nothing waits for the norm, a granule changes as soon as its gradient is complete, and no gradient outlives its
+layer (Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources", arXiv:2306.09782).
 """
 
 from __future__ import annotations
@@ -67,7 +70,10 @@ class PassView(Protocol):
         """By granule of the announced region."""
 
     def await_load(self, load: int) -> None:
-        """Returns when it is carried out; raises when the pass is abandoned."""
+        """Returns when it is carried out; raises Abandoned when the pass is."""
+
+    def last_slot(self, granule: int) -> int | None:
+        """Where a granule that the pass does not use any more stays until its end; None where it does not."""
 
 
 class Abandoned(Exception):
@@ -115,8 +121,12 @@ class WeightUpdates:
         #: what is newer in its slot than in the file
         self._unsaved: set[int] = set()
         self._changed = Condition()
+        self._rows_changed = False
         self._error: BaseException | None = None
-        self._busy = False
+        #: the pass under way, and how many orders the thread has not carried out
+        self._view: PassView | None = None
+        self._orders = 0
+        grads.before_zeros = self._await_number
         self._jobs: SimpleQueue[tuple[PassView, list[_Job]] | None] = SimpleQueue()
         self._thread = Thread(target=self._serve, name="lema-update", daemon=True)
         self._thread.start()
@@ -133,9 +143,39 @@ class WeightUpdates:
         self._decision = decision
         self._pending = set(self.grads.numbers)
 
+    def decide_now(self, decision: Decision) -> None:
+        """Apply ``decision`` to every granule in the pass that comes, as soon as its gradient is complete."""
+        if self._pending:
+            self.flush()
+        self._decision = decision
+        self.grads.done = self._apply_now
+
+    def _apply_now(self, number: int) -> None:
+        each = self.model.trained[number]
+        index, slot, stays = each.granule.index, None, False
+        if each.region is Region.STREAM:
+            slot = self._view.last_slot(index)
+            use = self._view.uses()[index]
+            stays = slot is not None and use.stays
+            if stays and index in self._shared:
+                stays = all(self._view.uses()[granule].stays for granule in self._shared)
+        elif each.region is Region.EXPERTS:
+            self._expert_window.drop(index)
+        with self._changed:
+            self._pending.add(number)
+            if slot is None:
+                self._in_file.add(number)
+            self._orders += 1
+        self._jobs.put((self._view, [_Job(number, slot, stays=stays)]))
+
     @property
     def pending(self) -> bool:
         return bool(self._pending)
+
+    def rows_changed(self) -> bool:
+        """Rows of tables have changed since this was last asked, or will before they are looked up."""
+        changed, self._rows_changed = self._rows_changed, False
+        return changed or self.pending
 
     # -- a pass
 
@@ -151,11 +191,12 @@ class WeightUpdates:
         self._save(lambda granule: granule not in staying)
         jobs = sorted(self._planned(uses), key=lambda found: (found[0], found[1].number))
         ordered = [job for _, job in jobs]
+        self._view = view
         if not ordered:
             return
         with self._changed:
             self._in_file = {job.number for job in ordered if job.slot is None}
-            self._busy = True
+            self._orders += 1
         order = [job.number for job in ordered]
         self.grads.stream.announce(order)
         self.optim.announce(order)
@@ -189,8 +230,9 @@ class WeightUpdates:
     def end(self, abandoned: bool = False) -> None:
         """The pass is over: what it was to apply is applied. Raises what the thread failed with."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._busy)
+            self._changed.wait_for(lambda: not self._orders)
             self._in_file.clear()
+        self.grads.done = self._view = None
         self.optim.withdraw()
         self.grads.stream.withdraw()
         if not abandoned:
@@ -199,7 +241,11 @@ class WeightUpdates:
     def await_applied(self, region: Region, granule: int) -> None:
         """Called before a granule is borrowed."""
         number = self._numbers.get((region, granule))
-        if number is not None and number in self._pending:
+        if number is not None:
+            self._await_number(number)
+
+    def _await_number(self, number: int) -> None:
+        if number in self._pending:
             self._await(lambda: number not in self._pending)
 
     def await_file(self, region: Region, granule: int) -> None:
@@ -217,7 +263,7 @@ class WeightUpdates:
     def _await(self, ready: Callable[[], bool]) -> None:
         started = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: ready() or not self._busy)
+            self._changed.wait_for(lambda: ready() or not self._orders)
         self._raise_error()
         if not ready():
             raise Abandoned
@@ -226,10 +272,13 @@ class WeightUpdates:
     # -- outside passes
 
     def flush(self) -> None:
-        """Apply what is pending, now."""
+        """Apply what is pending, now. Raises what the thread failed with: then weights are not whole."""
+        self._raise_error()
         self._fill()
         for number in sorted(self._pending):
             each = self.model.trained[number]
+            if each.region is Region.EXPERTS:
+                self._expert_window.drop(each.granule.index)
             slot = self._slot_of(each)
             self._apply(None, _Job(number) if slot is None else _Job(number, slot, stays=True))
 
@@ -282,6 +331,7 @@ class WeightUpdates:
         row-major. What was pending is dropped."""
         self._pending.clear()
         self._unsaved.clear()
+        self._rows_changed = True
         self._values = values
 
     def _fill(self) -> None:
@@ -352,7 +402,7 @@ class WeightUpdates:
                     self._error = error
                     self._changed.notify_all()
             with self._changed:
-                self._busy = False
+                self._orders -= 1
                 self._changed.notify_all()
 
     def _apply(self, view: PassView | None, job: _Job) -> None:
@@ -370,6 +420,8 @@ class WeightUpdates:
                 weights = self._window.slot(job.slot)
             self._change(each, weights[: each.granule.nbytes].view(torch.float32), gradient, states)
             applied = True
+            if each.region is Region.TABLES or (each.region is Region.STREAM and each.granule.index in self._shared):
+                self._rows_changed = True
         finally:
             self.optim.give(number, changed=applied)
             self.grads.stream.give(number, changed=False, keep=not applied)
