@@ -122,6 +122,19 @@ def test_a_step_borrows_what_was_expected(runners, what: str, lora: bool, groups
     assert len(trace.work) == len(trace.accesses)
 
 
+def test_what_borrows_nothing_is_counted_too(tmp_path: Path) -> None:
+    """The gradient of the lowest block, where its graph was kept and only its last weight trains."""
+    adapter = ToyAdapter(WIDE)
+    model = cut_model(adapter, write_toy(tmp_path, WIDE))
+    dry = DryRun(adapter, model, {}, torch.float32, Kernels(), frozenset({"model.layers.2.down.weight"}))
+    assert not dry.backward(2, G, False).accesses
+    costs, shape = StepCosts(dry), StepShape((MicroBatch(1, 50, 49),), 2)
+    flops = sum(work.flops for work in costs.trace(shape, StepSchedule(((0,),), (R, R, G))).work)
+    frozen = StepCosts(DryRun(adapter, model, {}, torch.float32, Kernels()))
+    without = sum(work.flops for work in frozen.trace(shape, StepSchedule(((0,),), (R, R, G))).work)
+    assert flops - without == pytest.approx(2 * 50 * WIDE.hidden_size * WIDE.feed_forward, rel=1e-9)
+
+
 @pytest.mark.parametrize("level", list(Level))
 @pytest.mark.parametrize("what", ["all", "some"])
 def test_the_flops_of_a_step_are_those_of_its_formula(runners, level: Level, what: str) -> None:

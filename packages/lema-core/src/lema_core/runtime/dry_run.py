@@ -100,7 +100,8 @@ class Doing:
 
 @dataclass(frozen=True)
 class PieceCost:
-    """``peak``: bytes alive at most beyond those before; ``left``: bytes alive at the end, results included."""
+    """``doing``: after each access; of a piece that borrows nothing all there is. ``peak``: bytes alive at most beyond
+    those before; ``left``: bytes alive at the end, results included."""
 
     doing: tuple[Doing, ...]
     peak: Peak
@@ -115,7 +116,7 @@ class Piece:
     cost: PieceCost
 
     def work(self, tokens: int, row_tokens: int) -> tuple[Work, ...]:
-        """What follows each access, for ``tokens`` in rows of ``row_tokens``."""
+        """What follows each access, or all there is without one, for ``tokens`` in rows of ``row_tokens``."""
         return tuple(
             Work(tokens * (d.flops + d.pair_flops * row_tokens), tokens, d.touched.at(tokens), d.operations)
             for d in self.cost.doing

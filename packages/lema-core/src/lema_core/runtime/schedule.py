@@ -398,15 +398,23 @@ def _trace(key: Hashable, pieces: Iterable[tuple[Piece, int, int]]) -> Trace:
     work: list[Work] = []
     for piece, tokens, row_tokens in pieces:
         accesses += piece.accesses
-        work += piece.work(tokens, row_tokens)
+        done = piece.work(tokens, row_tokens)
+        if piece.accesses:
+            work += done
+        elif work:
+            work[-1] = _together(work[-1], done[0])
     return Trace(key, tuple(accesses), tuple(work))
 
 
 def _followed_by(trace: Trace, work: Work) -> Trace:
     """With ``work`` after all else."""
     *before, last = trace.work
-    touched, operations = last.touched_bytes + work.touched_bytes, last.operations + work.operations
-    return replace(trace, work=(*before, replace(last, touched_bytes=touched, operations=operations)))
+    return replace(trace, work=(*before, _together(last, work)))
+
+
+def _together(work: Work, more: Work) -> Work:
+    touched, operations = work.touched_bytes + more.touched_bytes, work.operations + more.operations
+    return Work(work.flops + more.flops, work.tokens, touched, operations)
 
 
 def _group_size(shape: StepShape, group: Sequence[int]) -> tuple[int, int]:

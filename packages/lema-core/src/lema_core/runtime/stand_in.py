@@ -43,9 +43,9 @@ class StandInWeights:
     def start(self) -> None:
         """Write down from here on."""
         self.borrowed: list[Part] = []
-        self.steps: list[Step] = []
         #: what comes before the first access counts with it
         self.step = Step()
+        self.steps = [self.step]
 
     def parts(self, name: str) -> tuple[Part, ...]:
         return self._model.parts(name)
@@ -60,8 +60,8 @@ class StandInWeights:
             return
         if self.borrowed:
             self.step = Step()
+            self.steps.append(self.step)
         self.borrowed.append(part)
-        self.steps.append(self.step)
         yield zeros_without_memory(part.shape, part.dtype)
 
     def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
