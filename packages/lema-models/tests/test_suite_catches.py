@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lema_core.ops.elementwise import rms_norm
 from lema_core.testing.adapter_suite import AdapterSuite
 from lema_models.llama import LlamaAdapter
 
@@ -62,6 +63,18 @@ class LosesAGradient(LlamaAdapter):
         return self.mlp.block_output(ops, f"{prefix}.mlp", x_BTC, h_BTC)
 
 
+class FreezesNorms(LlamaAdapter):
+    """The values are right, and so are all other gradients."""
+
+    def norm(self, ops, x_BTC, name):
+        return rms_norm(ops.kernels.elementwise, x_BTC, ops.held(f"{name}.weight"), self.config.norm_eps)
+
+
+class TrainsPadding(LlamaAdapter):
+    def embed(self, ops, ids_BT, ctx):
+        return ops.embedding(ids_BT, "model.embed_tokens.weight")
+
+
 class WrongLayer(LlamaAdapter):
     def tensors(self):
         return [replace(spec, layer=0) if spec.layer is not None else spec for spec in super().tensors()]
@@ -94,6 +107,7 @@ class Suite(AdapterSuite):
         "num_attention_heads": 3,
         "max_position_embeddings": 64,
         "attention_bias": True,
+        "pad_token_id": 3,
     }
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": (6,)}
 
@@ -126,6 +140,8 @@ def suite() -> Iterator[Callable[[type[LlamaAdapter]], Suite]]:
         (RandomDropout, "no_window_or_schedule_changes_a_bit", "differ"),
         (HidesALinear, "lora_is_possible_on_every_linear", r"not declared: .*layers\.0\.self_attn\.k_proj"),
         (LosesAGradient, "logits_loss_and_gradients_of_training", r"step 0: .* the worst: model\.layers\.0\."),
+        (FreezesNorms, "gradients_of_every_weight", r"5 of \d+ differ .* the worst: model\..*norm\.weight"),
+        (TrainsPadding, "gradients_of_every_weight", r"1 of \d+ differ .* the worst: model\.embed_tokens\.weight"),
         (WrongLayer, "every_tensor_of_the_file_is_used", r"model\.layers\.1\."),
         (ForgetsATensor, "every_tensor_of_the_file_is_used", r"layers\.1\.self_attn\.v_proj\.bias"),
         (IgnoresUnnamedBuffers, "files_as_the_hub_has_them", r"buffers: none that 'masked_bias\$' ignores"),
