@@ -32,7 +32,8 @@ from lema_core.runtime.piece_run import Level
 from lema_core.runtime.schedule import Groups
 from lema_core.testing import adapter_files as files
 from lema_core.testing import adapter_oracle as theirs
-from lema_core.testing.adapter_case import AdapterCase, Shape, batch_of, by_name, train
+from lema_core.testing.adapter_case import Shape, batch_of, by_name, train
+from lema_core.testing.adapter_weights import WeightSuite
 from lema_core.testing.allocations import peak_allocated
 from lema_core.testing.comparing import assert_all_close, assert_close, assert_equal
 from lema_core.testing.forced import ForcedSchedule
@@ -47,7 +48,7 @@ _NEW_TOKENS = 24
 _R, _K, _G = Level.RECOMPUTE, Level.KEEP, Level.GRAPH
 
 
-class AdapterSuite(AdapterCase):
+class AdapterSuite(WeightSuite):
     """Tests of an adapter against transformers and PEFT, and of what streaming promises, through lema_core alone."""
 
     # -- the files
@@ -188,22 +189,6 @@ class AdapterSuite(AdapterCase):
             batches = [batch_of(shape, adapter.vocab_size, seed) for seed, shape in enumerate(shapes)]
             found = train(runner, updates, batches, step)
             assert_all_close(f"step {step}", found, self._oracle_step(adapter, model, batches, found))
-
-    def test_gradients_of_every_weight(self, variant: str) -> None:
-        """Of all tensors at once, as transformers gives them to what it trains; a tied one has the sum of both."""
-        folder = self.folder(variant)
-        adapter, _ = self.bound(folder)
-        weights = self.all_gradients(adapter)
-        runner, model = self.open(folder, gradients=weights), theirs.load_model(folder)
-        for step, shapes in enumerate(_STEPS[:2]):
-            batches = [batch_of(shape, adapter.vocab_size, seed) for seed, shape in enumerate(shapes)]
-            found = train(runner, {}, batches, step, weights=weights)
-            model.zero_grad()
-            logits_BTV = [self.oracle_logits(model, batch) for batch in batches]
-            self.oracle_loss(model, batches, logits_BTV).backward()
-            totals = {name: found[name] for name in weights.totals}
-            assert_all_close(f"step {step}", totals, self.weight_gradients(adapter, model))
-            assert weights.completed == [*reversed(range(adapter.n_layers)), None]
 
     def _oracle_step(
         self, adapter: ModelAdapter, model: Any, batches: Sequence[TokenBatch], found: Mapping[str, Tensor]
