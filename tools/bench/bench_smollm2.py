@@ -48,9 +48,7 @@ def main() -> None:
     parts = a.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    # In a process of its own: this one must not load torch, see shapes.py.
-    found = subprocess.run([sys.executable, "-c", _LOCATE, MODEL], check=True, stdout=subprocess.PIPE, text=True)
-    options = {"folder": found.stdout.strip(), "tokens": a.tokens, "rank": a.rank, "threads": a.threads}
+    options = {"folder": locate(MODEL), "tokens": a.tokens, "rank": a.rank, "threads": a.threads}
     lema_options = {**options, "model": MODEL}
     measure_machine(MODEL, a.threads)
     step_s = 6.0 * 135e6 * a.tokens / 50e9
@@ -68,6 +66,12 @@ def main() -> None:
     if "startup" in parts:
         announce("start-up", 10 * (a.starts + 1))
         start_ups(MODEL, 32, a.starts)
+
+
+def locate(model: str) -> str:
+    """The folder of a model, in a process of its own: this one must not load torch, see shapes.py."""
+    found = subprocess.run([sys.executable, "-c", _LOCATE, model], check=True, stdout=subprocess.PIPE, text=True)
+    return found.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """lema as a library user runs it; see side.py. Options: ``folder`` ``tokens`` ``rank``, and ``model`` (a name instead
 of the folder) ``rows`` ``modules`` ``threads`` ``config`` (further LemaConfig fields) ``paced_bytes_per_s`` (reads go
-no faster, where no control group sees to it)."""
+no faster, where no control group sees to it) ``frozen`` (updates of weights change nothing). Without ``rank`` the
+config says what trains."""
 
 from __future__ import annotations
 
@@ -15,23 +16,28 @@ from lema import LemaConfig, LemaModel
 from lema_core.memory import anonymous_bytes
 from lema_core.store.disk import DiskReader
 from lema_core.store.granules import Granule
+from lema_core.training import AdamWDecision
 
 
 def open_model(options: dict[str, Any]):
     if options.get("paced_bytes_per_s"):
         pace(options["paced_bytes_per_s"])
+    if options.get("frozen"):
+        AdamWDecision.apply = lambda *given: None
+    more = dict(options.get("config", {}))
+    if "rank" in options:
+        rank = options["rank"]
+        more |= {"lora_rank": rank, "lora_alpha": 2 * rank}
+        more["lora_target_modules"] = options.get("modules", "all-linear")
     config = LemaConfig(
         model_name_or_path=options.get("model", options["folder"]),
-        lora_rank=options["rank"],
-        lora_alpha=2 * options["rank"],
-        lora_target_modules=options.get("modules", "all-linear"),
         max_seq_length=options["tokens"],
         num_threads=options.get("threads"),
         max_steps=1000,
-        **options.get("config", {}),
+        **more,
     )
     model = LemaModel(config)
-    model.initialize_lora()
+    model.initialize_training()
     trainer = model.get_trainer()
     ids = token_ids(options, model.adapter.vocab_size)
 
@@ -39,7 +45,7 @@ def open_model(options: dict[str, Any]):
         trainer.train_step(ids, labels=ids, return_logits=False)
         return {**trainer.metrics, "anonymous_bytes": anonymous_bytes()}
 
-    return {"trained": model.lora.num_parameters, "budget": list(model.budget.because), **_weights(model)}, step
+    return {"trained": model.training.numbers, "budget": list(model.budget.because), **_weights(model)}, step
 
 
 def _weights(model: LemaModel) -> dict[str, int]:

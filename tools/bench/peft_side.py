@@ -1,5 +1,6 @@
 """transformers + PEFT in fp32 with all weights in RAM, as one would write it; see side.py. Options: ``folder``
-``tokens`` ``rank``, and ``rows`` ``modules`` ``checkpointing`` ``threads``."""
+``tokens`` ``rank``, and ``rows`` ``modules`` ``checkpointing`` ``threads``; with ``full`` the model's own weights
+train, without PEFT."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ def open_model(options: dict[str, Any]):
         torch.set_num_threads(options["threads"])
     base = AutoModelForCausalLM.from_pretrained(options["folder"], dtype=torch.float32)
     base.config.use_cache = False
-    rank, modules = options["rank"], options.get("modules", "all-linear")
-    model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=modules))
+    model = base
+    if not options.get("full"):
+        rank, modules = options["rank"], options.get("modules", "all-linear")
+        model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=modules))
     if options.get("checkpointing"):
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
