@@ -12,12 +12,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from lema_core.checkpoint import read_header, read_tensor, write_safetensors
+from lema_core.checkpoint import TensorToWrite, read_header, read_tensor, write_safetensors
 from lema_core.errors import CheckpointError, ConfigError
 from lema_train import atomic
 from lema_train.atomic import atomic_folder, check_free_space, clean_leftovers
@@ -54,24 +55,44 @@ def state_at(step: int, note: str = "") -> TrainerState:
     )
 
 
+@dataclass
+class Files:
+    """``fill`` writes the weights; the optimizer has ``moment``, if any."""
+
+    fill: Callable[[Path], object] = lambda into: None
+    weights_nbytes: int = 0
+    moment: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights_nbytes + (0 if self.moment is None else self.moment.nbytes)
+
+    def write_weights(self, folder: Path) -> None:
+        self.fill(folder)
+
+    def states(self, step: int) -> list[TensorToWrite]:
+        if self.moment is None:
+            return []
+        return [("w.exp_avg", torch.float32, tuple(self.moment.shape), lambda: self.moment)]
+
+
 def save(output_dir: Path, step: int, note: str = "") -> Path:
     """A checkpoint whose every number is its step: 20 kB of weights, 80 kB of optimizer state."""
     folder = checkpoint_folder(output_dir, step)
     weights = torch.full((5000,), float(step))
-    write_checkpoint(
-        folder,
-        state_at(step, note),
-        {"w.exp_avg": torch.full((20000,), float(step))},
-        lambda into: write_safetensors(into / "weights.safetensors", [("w", torch.float32, (5000,), lambda: weights)]),
-        WEIGHTS_BYTES,
-    )
+
+    def fill(into: Path) -> None:
+        write_safetensors(into / "weights.safetensors", [("w", torch.float32, (5000,), lambda: weights)])
+
+    files = Files(fill, WEIGHTS_BYTES, torch.full((20000,), float(step)))
+    write_checkpoint(folder, state_at(step, note), files)
     return folder
 
 
 def assert_whole(folder: Path, step: int) -> None:
     state, optimizer = read_checkpoint(folder)
     assert state.step == step
-    assert (optimizer["w.exp_avg"] == step).all()
+    assert (read_tensor(optimizer["w.exp_avg"]) == step).all()
     assert (read_tensor(read_header(folder / "weights.safetensors").tensors["w"]) == step).all()
 
 
@@ -174,7 +195,7 @@ def test_a_disk_that_fills_leaves_nothing_and_says_the_bytes(tmp_path: Path, cod
     with pytest.raises(
         CheckpointError, match=r"checkpoint-5: cannot be written: .* 1020000 bytes needed, \d+ bytes free"
     ):
-        write_checkpoint(tmp_path / "checkpoint-5", state_at(5), {}, fill, WEIGHTS_BYTES)
+        write_checkpoint(tmp_path / "checkpoint-5", state_at(5), Files(fill, WEIGHTS_BYTES))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
     assert_whole(tmp_path / "checkpoint-5", 5)
 
@@ -203,7 +224,7 @@ def test_whatever_is_raised_while_saving_leaves_the_old_one(tmp_path: Path, rais
         raise raised
 
     with pytest.raises(type(raised)):
-        write_checkpoint(tmp_path / "checkpoint-5", state_at(5), {}, interrupt, 10)
+        write_checkpoint(tmp_path / "checkpoint-5", state_at(5), Files(interrupt, 10))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
     assert_whole(tmp_path / "checkpoint-5", 5)
 
@@ -338,7 +359,7 @@ def test_the_state_survives_json_and_nothing_in_the_folder_is_a_pickle(tmp_path:
     state = state_at(7)
     state.rng = {"numpy": [1, 2, 3]}
     state.tokens, state.skipped_steps, state.non_finite_in_a_row = 10**12, 2, 1
-    write_checkpoint(tmp_path / "checkpoint-7", state, {}, lambda into: None, 0)
+    write_checkpoint(tmp_path / "checkpoint-7", state, Files())
     assert verify(tmp_path / "checkpoint-7") == state
     assert sorted(path.name for path in (tmp_path / "checkpoint-7").iterdir()) == [OPTIMIZER_FILE, STATE_FILE]
     for path in (tmp_path / "checkpoint-7").iterdir():
@@ -350,7 +371,7 @@ def test_a_state_that_is_not_plain_json_is_refused(tmp_path: Path, value: object
     state = state_at(1)
     state.config = {"value": value}
     with pytest.raises(CheckpointError, match="config is not plain JSON"):
-        write_checkpoint(tmp_path / "checkpoint-1", state, {}, lambda into: None, 0)
+        write_checkpoint(tmp_path / "checkpoint-1", state, Files())
     assert list(tmp_path.iterdir()) == []
 
 

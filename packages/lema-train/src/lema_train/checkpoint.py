@@ -19,12 +19,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from lema_core.checkpoint import TensorInfo, TensorToWrite, read_header, write_safetensors
+from lema_core.checkpoint import TensorInfo, read_header, write_safetensors
 from lema_core.errors import CheckpointError, ConfigError
+from lema_core.training import TrainedFiles
 from lema_train.atomic import atomic_folder, remove_folder, write_json
 from lema_train.state import FORMAT_VERSION, TrainerState
 
@@ -49,23 +50,6 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step}"
 
 
-class TrainedFiles(Protocol):
-    """What a training has in files: its weights, and the optimizer's states."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of all of it, at most."""
-
-    def write_weights(self, folder: Path) -> None:
-        """Write the trained weights' files. Raises CheckpointError when the disk refuses."""
-
-    def states(self) -> Sequence[TensorToWrite]:
-        """What goes into optimizer.safetensors; asked for when the weights are written."""
-
-    def read(self, folder: Path, states: Mapping[str, TensorInfo], state: TrainerState) -> None:
-        """Go on from a checkpoint. Raises CheckpointError or ConfigError when it is of another training."""
-
-
 def checkpoint_bytes(files: TrainedFiles) -> int:
     """Disk space one checkpoint takes at most; for :func:`lema_train.atomic.check_free_space` before a run."""
     return files.nbytes + _OVERHEAD_BYTES
@@ -78,7 +62,7 @@ def write_checkpoint(folder: Path, state: TrainerState, trained: TrainedFiles) -
     """
     with atomic_folder(folder, checkpoint_bytes(trained)) as temporary:
         trained.write_weights(temporary)
-        write_safetensors(temporary / OPTIMIZER_FILE, trained.states())
+        write_safetensors(temporary / OPTIMIZER_FILE, trained.states(state.step))
         files = {
             path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(temporary.iterdir())
         }

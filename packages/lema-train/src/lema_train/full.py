@@ -8,20 +8,15 @@ import torch
 
 from lema_core.adapter import ModelAdapter
 from lema_core.ops.adamw import AdamWKernel
-from lema_core.selection import TensorSelection, decayed, select_tensors
-from lema_core.training import AdamWOptions, WeightTraining
+from lema_core.selection import TensorSelection, select_tensors
+from lema_core.training import AdamWOptions, OptimizerOptions, WeightTraining
 
 
-class FullOptions(Protocol):
+class FullOptions(OptimizerOptions, Protocol):
     """The options of a run that this method reads."""
 
     trainable_modules: list[str]
     trainable_layers: list[int | str]
-    learning_rate: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_eps: float
-    weight_decay: float
 
 
 class FullTraining(WeightTraining):
@@ -39,12 +34,7 @@ class FullTraining(WeightTraining):
     ) -> FullTraining:
         """What ``options`` select. Raises ConfigError for entries that match nothing."""
         selection = select_tensors(adapter, options.trainable_modules, options.trainable_layers)
-        adamw = AdamWOptions(
-            (options.adam_beta1, options.adam_beta2),
-            options.adam_eps,
-            options.weight_decay,
-            frozenset(spec.name for spec in selection.tensors if decayed(spec)),
-        )
+        adamw = AdamWOptions.of(options, selection.tensors)
         return cls(adapter, selection, adamw, options.learning_rate, kernel)
 
     def describe(self) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch.nn import Parameter
+
+from lema_core.adapter import ModelAdapter
 from lema_core.errors import ConfigError
 from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.runtime.runner import TrainPass
@@ -9,16 +12,15 @@ from lema_core.selection import Selection
 from lema_core.training import Outcome, Training
 from lema_train.clipping import clip_
 from lema_train.lora import LoraWeights
-from lema_train.optimizer import Optimizer
+from lema_train.lora_files import LoraFiles
 
 
 class LoraTraining(Training):
-    """``optimizer`` is given before the first step; a caller's own keeps its rate where no schedule is set."""
+    """A caller's own optimizer keeps its rate where no schedule is set."""
 
     def __init__(self, lora: LoraWeights, n_layers: int, selection: Selection | None = None) -> None:
         self.lora = lora
         self.updates: dict[str, LowRankUpdate] = lora.updates()
-        self.optimizer: Optimizer | None = None
         self._first_layer = lora.first_layer(n_layers)
         self._selection = selection
 
@@ -26,6 +28,12 @@ class LoraTraining(Training):
         if self._selection is None:
             return f"{len(self.lora.modules)} modules train"
         return self._selection.describe()
+
+    def parameters(self) -> list[Parameter]:
+        return list(self.lora.parameters().values())
+
+    def files(self, adapter: ModelAdapter, base_name: str) -> LoraFiles:
+        return LoraFiles(self, adapter, base_name)
 
     @property
     def optimizer_name(self) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,22 +22,9 @@ from torch import Tensor
 from lema_core.checkpoint.describe import shorten
 from lema_core.errors import CheckpointError, ConfigError
 from lema_core.ops.adamw import AdamWKernel, AdamWRates, TorchAdamW
+from lema_core.training import Optimizer
 
 _NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
-
-
-class Optimizer(Protocol):
-    """What the trainer asks of an optimizer; every ``torch.optim.Optimizer`` has it."""
-
-    param_groups: list[dict[str, Any]]
-
-    def step(self) -> object: ...
-
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class AdamW:

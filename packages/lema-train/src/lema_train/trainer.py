@@ -18,8 +18,8 @@ from lema_core.errors import DataError, NonFiniteError
 from lema_core.memory import peak_rss_bytes
 from lema_core.runtime.batch import TokenBatch, total_targets
 from lema_core.runtime.runner import ModelRunner
-from lema_core.training import Outcome, Training
-from lema_train.checkpoint import TrainedFiles, checkpoint_bytes, read_checkpoint, write_checkpoint
+from lema_core.training import Outcome, TrainedFiles, Training
+from lema_train.checkpoint import checkpoint_bytes, read_checkpoint, write_checkpoint
 from lema_train.schedule import check_schedule, learning_rate_at
 from lema_train.state import TrainerState
 

@@ -1,6 +1,6 @@
 """A training of the model's own weights in files: the delta, and what a resumed run goes on with beside it.
 
-``optimizer.safetensors`` holds, for every tensor that trains, its moments ``<tensor>.exp_avg`` and
+``optimizer.safetensors`` holds the moments that the next step goes on from, ``<tensor>.exp_avg`` and
 ``<tensor>.exp_avg_sq`` in fp32; where they are kept in fewer bits, records of whole granules as they are,
 ``<number>.states``. Where a weight moved by more than it now is, ``original + delta`` may miss it by a rounding:
 ``<tensor>.exact_at`` and ``<tensor>.exact`` say which numbers these are, and what they are.
@@ -20,11 +20,11 @@ from lema_core.checkpoint import Manifest, TensorInfo, TensorToWrite, read_eleme
 from lema_core.checkpoint.describe import shorten
 from lema_core.errors import CheckpointError
 from lema_core.store.granules import Part
+from lema_core.store.model import StreamedModel, TrainedGranule
 from lema_core.store.store import TensorStore
-from lema_core.training import WeightTraining
+from lema_core.training import SavedRun, WeightTraining
 from lema_train.base_identity import identify_base
 from lema_train.delta import DELTA_FILE, Delta, read_delta, write_delta
-from lema_train.state import TrainerState
 
 _COUNT = "updates_made:int"
 
@@ -46,9 +46,13 @@ class WeightFiles:
     # -- writing
 
     @property
+    def weights_nbytes(self) -> int:
+        return 4 * self._model.trained_numbers
+
+    @property
     def nbytes(self) -> int:
         """Without exact numbers, which are few."""
-        return 4 * self._model.trained_numbers + sum(self._store.updates.state_sizes)
+        return self.weights_nbytes + sum(self._store.updates.state_sizes)
 
     def write_weights(self, folder: Path) -> None:
         """The delta. Raises CheckpointError when the disk refuses."""
@@ -80,13 +84,15 @@ class WeightFiles:
             self._spool.write((places + first).numpy().tobytes())
             self._spool.write(now[places].numpy().tobytes())
 
-    def states(self) -> list[TensorToWrite]:
+    def states(self, step: int) -> list[TensorToWrite]:
         """What goes into optimizer.safetensors; after :meth:`write_weights`."""
         found: list[TensorToWrite] = [_number(_COUNT, self._training.updates_made)]
         found += self._exact_numbers()
+        carried = self._carried(step)
         if self._store.updates.encoded:
-            return found + [self._record(each.number) for each in self._model.trained]
-        for name, canonical in self._names.items():
+            return found + [self._record(each.number) for each in carried]
+        names = {part.tensor: self._names[part.tensor] for each in carried for part in each.parts}
+        for name, canonical in names.items():
             shape = tuple(self._model.originals[name].shape)
             for which, state in enumerate(self._training.states):
                 parts = self._model.parts(name)
@@ -94,6 +100,11 @@ class WeightFiles:
                     (f"{canonical}.{state}", torch.float32, shape, lambda p=parts, w=which: self._state_blocks(p, w))
                 )
         return found
+
+    def _carried(self, step: int) -> list[TrainedGranule]:
+        """Granules whose moments step ``step`` goes on from."""
+        names = set(self._training.carried(step))
+        return [each for each in self._model.trained if self._names[each.parts[0].tensor] in names]
 
     def _exact_numbers(self) -> Iterator[TensorToWrite]:
         offset = 0
@@ -126,54 +137,32 @@ class WeightFiles:
 
     # -- reading
 
-    def read(self, folder: Path, infos: Mapping[str, TensorInfo], state: TrainerState) -> None:
+    def read(self, folder: Path, infos: Mapping[str, TensorInfo], saved: SavedRun) -> None:
         """Go on from a checkpoint, whose optimizer states are ``infos``. Raises CheckpointError when it is of other
         tensors, or of another base."""
         delta = read_delta(folder)
         delta.check_base(self._base)
-        self._check(folder, delta, infos)
+        carried = self._carried(saved.step)
+        self._check(folder, delta, infos, carried)
         self._training.updates_made = int(read_tensor(infos[_COUNT]).item())
-        self._store.set_weights(self.values(delta, infos))
+        self._store.set_weights(weight_values(self._model, delta, infos))
         updates = self._store.updates
         if updates.encoded:
-            for each in self._model.trained:
+            for each in carried:
                 with updates.state_record(each.number, changed=True) as record:
                     found = read_tensor(infos[f"{each.number}.states"])
                     record[: len(found)] = found
             return
-        for each in self._model.trained:
+        for each in carried:
             for part in each.parts:
                 first, count = part.start * math.prod(part.shape[1:]), math.prod(part.shape)
                 with updates.states_of(part, changed=True) as states:
                     for state, name in zip(states, self._training.states, strict=True):
                         state.copy_(read_elements(infos[f"{self._names[part.tensor]}.{name}"], first, count))
 
-    def values(
-        self, delta: Delta | None, infos: Mapping[str, TensorInfo] | None = None
-    ) -> Callable[[str, int, int], Tensor]:
-        """What the weights are: those of the base, with ``delta`` and the exact numbers that ``infos`` have."""
-        exact: dict[str, tuple[Tensor, Tensor]] = {}
-
-        def get(name: str, start: int, count: int) -> Tensor:
-            values = read_elements(self._model.originals[name], start, count).float()
-            canonical = self._names[name]
-            if delta is None or canonical not in delta.tensors:
-                return values
-            values += delta.elements(canonical, start, count)
-            if infos is not None and f"{canonical}.exact" in infos:
-                if canonical not in exact:
-                    exact.clear()
-                    exact[canonical] = tuple(
-                        read_tensor(infos[f"{canonical}.{what}"]) for what in ("exact_at", "exact")
-                    )
-                at, numbers = exact[canonical]
-                here = (at >= start) & (at < start + count)
-                values[at[here] - start] = numbers[here]
-            return values
-
-        return get
-
-    def _check(self, folder: Path, delta: Delta, infos: Mapping[str, TensorInfo]) -> None:
+    def _check(
+        self, folder: Path, delta: Delta, infos: Mapping[str, TensorInfo], carried: list[TrainedGranule]
+    ) -> None:
         wanted, found = set(self._names.values()), set(delta.tensors)
         if wanted != found:
             other = sorted(wanted ^ found)
@@ -181,22 +170,49 @@ class WeightFiles:
                 f"{folder}: {len(found)} tensors trained in it, {len(wanted)} are to train now; they differ in "
                 f"{shorten(other)}: resume with the same trainable_modules and trainable_layers"
             )
-        ends = [f"{each.number}.states" for each in self._model.trained]
-        if not self._store.updates.encoded:
-            ends = [f"{name}.{state}" for name in wanted for state in self._training.states]
+        encoded = self._store.updates.encoded
+        ends = [f"{each.number}.states" for each in carried]
+        if not encoded:
+            names = dict.fromkeys(self._names[part.tensor] for each in carried for part in each.parts)
+            ends = [f"{name}.{state}" for name in names for state in self._training.states]
         missing = [name for name in (_COUNT, *ends) if name not in infos]
         if missing:
             raise CheckpointError(
-                f"{folder}: no optimizer state {shorten(missing)}: resume with the opt_state_bits of the run that "
-                "wrote it"
+                f"{folder}: no optimizer state {shorten(missing)}: resume with the training_mode, method_options and "
+                "opt_state_bits of the run that wrote it"
             )
-        for number, size in enumerate(self._store.updates.state_sizes if self._store.updates.encoded else ()):
-            shape = infos[f"{number}.states"].shape
+        for number in (each.number for each in carried if encoded):
+            shape, size = infos[f"{number}.states"].shape, self._store.updates.state_sizes[number]
             if shape != (size,):
                 raise CheckpointError(
                     f"{folder}: optimizer state {number}.states: {size} bytes expected, {shape[0]} found: resume with "
                     "the opt_state_bits of the run that wrote it"
                 )
+
+
+def weight_values(
+    model: StreamedModel, delta: Delta | None, infos: Mapping[str, TensorInfo] | None = None
+) -> Callable[[str, int, int], Tensor]:
+    """What the trained weights of ``model`` are, by stored name, first number and count: those of the base, with
+    ``delta`` and the exact numbers that ``infos``, a checkpoint's optimizer states, have."""
+    exact: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def get(name: str, start: int, count: int) -> Tensor:
+        values = read_elements(model.originals[name], start, count).float()
+        canonical = model.canonical(name)
+        if delta is None or canonical not in delta.tensors:
+            return values
+        values += delta.elements(canonical, start, count)
+        if infos is not None and f"{canonical}.exact" in infos:
+            if canonical not in exact:
+                exact.clear()
+                exact[canonical] = tuple(read_tensor(infos[f"{canonical}.{what}"]) for what in ("exact_at", "exact"))
+            at, numbers = exact[canonical]
+            here = (at >= start) & (at < start + count)
+            values[at[here] - start] = numbers[here]
+        return values
+
+    return get
 
 
 def _number(name: str, value: int) -> TensorToWrite:

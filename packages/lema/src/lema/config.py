@@ -130,7 +130,8 @@ class LemaConfig:
     delta_path: str | None = path(
         None,
         _MODEL,
-        "Whole weights that were trained, for merge: a checkpoint of a run that has a delta.safetensors, or that file.",
+        "Whole weights that were trained, for generate, evaluate and merge: a checkpoint of a run that has a "
+        "delta.safetensors, or that file.",
     )
     device: str = text(
         "auto",
@@ -171,6 +172,11 @@ class LemaConfig:
         "tables) and head (the output projection). Empty means all.",
         "a list of layer numbers, first:N and last:N with N from 1, emb and head",
         _layer,
+    )
+    method_options: dict[str, Any] | None = mapping(
+        _TRAIN,
+        "Options that the training_mode of a plugin has beside these, such as {switch_block_every:50}; its README says "
+        "which.",
     )
     lora_rank: int = integer(16, _LORA, "Rank r of the update W + alpha / r * B A.", 1)
     lora_alpha: float = number(
@@ -377,6 +383,11 @@ class LemaConfig:
                     f"{name}: {getattr(self, name)!r} is for training_mode={other}, and training_mode is "
                     f"{self.training_mode}; leave one of them out"
                 )
+        if self.method_options and self.training_mode in (LORA, SELECTIVE_FULL):
+            raise ConfigError(
+                f"method_options: {self.method_options!r} is for a training_mode that a plugin brings, and "
+                f"training_mode is {self.training_mode}; leave one of them out"
+            )
         outside = [each for each in self.trainable_layers if each in ("emb", "head")]
         if self.training_mode == LORA and outside:
             raise ConfigError(

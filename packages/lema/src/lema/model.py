@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lema.config import LemaConfig
+from lema.config import LORA, LemaConfig
 from lema.planner import Machine, RunPlan, Workload, plan_run, step_choices, this_machine
 from lema.prediction import tier_memory
 from lema.random_model import random_model
 from lema_core.budgets import parse_amount
-from lema_core.checkpoint import bind_tensors, read_generation_config, read_hf_config, read_manifest
+from lema_core.checkpoint import TensorInfo, bind_tensors, read_generation_config, read_hf_config, read_manifest
 from lema_core.device import Device, open_device
 from lema_core.errors import CheckpointError, ConfigError
 from lema_core.memory import process_memory_limit
@@ -35,22 +35,22 @@ from lema_core.runtime.runner import ModelRunner
 from lema_core.runtime.schedule import MicroBatch, StepCosts, StepShape
 from lema_core.store.budget import BudgetPlan
 from lema_core.store.disk import DiskReader
+from lema_core.store.fixed import fixed_weights
 from lema_core.store.granules import WorkingSpace
 from lema_core.store.model import cut_model
 from lema_core.store.state_plan import StateCodecs
 from lema_core.store.store import StoreStats, TensorStore
-from lema_core.training import Training, WeightTraining
+from lema_core.training import TrainedFiles, Training, TrainingMethodClass, WeightTraining
 from lema_train.atomic import atomic_folder, check_free_space
-from lema_train.checkpoint import STATE_FILE, TrainedFiles
+from lema_train.checkpoint import STATE_FILE, read_checkpoint
 from lema_train.data import TextStream, Tokenizer
 from lema_train.delta import DELTA_FILE, Delta, read_delta
 from lema_train.lora import LoraWeights
-from lema_train.lora_files import LoraFiles
 from lema_train.lora_training import LoraTraining
 from lema_train.optimizer import AdamW, Optimizer
-from lema_train.peft_format import base_model, peft_bytes, read_peft_config, save_peft
+from lema_train.peft_format import base_model, read_peft_config
 from lema_train.trainer import Trainer, TrainerOptions
-from lema_train.weight_files import WeightFiles
+from lema_train.weight_files import WeightFiles, weight_values
 
 #: of the memory that is planned for a process: gaps are given back beyond it
 _NEAR_ALL = 0.97
@@ -84,7 +84,7 @@ class LemaModel:
         self._device = device if device is not None else open_device(config.device, choose_copies(config.backend))
         #: what multiplies
         self.kernel = choose_kernel("linear", config.backend, self._device.torch_device.type)
-        self._method = load_object(plugins.training_method(config.training_mode).method)
+        self._method: TrainingMethodClass = load_object(plugins.training_method(config.training_mode).method)
         #: what trains; None before initialize_training() and load_lora()
         self.training: Training | None = None
         #: how memory was shared out; None before the first computation
@@ -97,6 +97,7 @@ class LemaModel:
         #: the checkpoint of the model's own weights that they start from
         self._started_from: Path | None = None
         self._delta: Delta | None = None
+        self._states: Mapping[str, TensorInfo] | None = None
 
     # -- what trains
 
@@ -111,7 +112,7 @@ class LemaModel:
 
     def initialize_lora(self) -> str:
         """:meth:`initialize_training` of LoRA weights. Raises ConfigError in another training mode."""
-        if self.config.training_mode != "lora":
+        if self.config.training_mode != LORA:
             raise ConfigError(
                 f"training_mode={self.config.training_mode} has no LoRA weights: call initialize_training()"
             )
@@ -124,11 +125,11 @@ class LemaModel:
         self.training = method.load(Path(path), self.adapter, self._device.torch_device)
 
     def _stream_trained(self, weights: Collection[str]) -> None:
-        """Cut the model anew: what trains streams from a file of its own."""
+        """Cut the model anew: what trains, or trained, streams from a file of its own."""
         if not self._device.shares_ram:
             raise ConfigError(
-                f"training_mode={self.config.training_mode}: weights are trained where RAM is the device's: use "
-                "device=cpu, or training_mode=lora"
+                "whole weights train, and are loaded, where RAM is the device's: use device=cpu, or LoRA weights "
+                "(training_mode=lora)"
             )
         space = WorkingSpace(Path(self.config.output_dir).absolute() / "weights in training")
         self._model = cut_model(self.adapter, self._bound, trained=weights, space=space)
@@ -139,8 +140,15 @@ class LemaModel:
         return self.training.lora if isinstance(self.training, LoraTraining) else None
 
     def get_trainable_parameters(self) -> list[Parameter]:
-        """The LoRA weights, fp32. Raises ConfigError before initialize_lora()."""
-        return list(self._require_lora().parameters().values())
+        """What an optimizer is given: the LoRA weights, fp32. Raises ConfigError before initialize_lora(), and where
+        the model's own weights train, which are updated as they stream."""
+        parameters = self._require_training().parameters()
+        if not parameters:
+            raise ConfigError(
+                f"training_mode={self.config.training_mode} updates weights as they stream: it has no parameters for "
+                "an optimizer"
+            )
+        return parameters
 
     def get_trainer(
         self,
@@ -158,29 +166,18 @@ class LemaModel:
         schedule = c.lr_schedule
         # Memory is shared out before the moments take theirs: they are counted as something still to come.
         runner = self.runner
-        files: TrainedFiles
-        if isinstance(training, LoraTraining):
-            if optimizer is None:
-                schedule = schedule or "constant"
-                betas, kernel = (c.adam_beta1, c.adam_beta2), self._kernels.adamw
-                optimizer = AdamW(
-                    training.lora.parameters().values(),
-                    c.learning_rate,
-                    betas,
-                    c.adam_eps,
-                    c.weight_decay,
-                    kernel=kernel,
-                )
-            training.optimizer = optimizer
-            files = LoraFiles(training, self.adapter, self._base_name())
-        else:
-            if optimizer is not None:
-                raise ConfigError(
-                    f"training_mode={c.training_mode} updates weights as they stream, by AdamW: call get_trainer() "
-                    "without an optimizer"
-                )
+        parameters = training.parameters()
+        if optimizer is None:
             schedule = schedule or "constant"
-            files = self._weight_files()
+        elif not parameters:
+            raise ConfigError(
+                f"training_mode={c.training_mode} updates weights as they stream, by {training.optimizer_name}: call "
+                "get_trainer() without an optimizer"
+            )
+        if parameters and optimizer is None:
+            betas, kernel = (c.adam_beta1, c.adam_beta2), self._kernels.adamw
+            optimizer = AdamW(parameters, c.learning_rate, betas, c.adam_eps, c.weight_decay, kernel=kernel)
+        training.optimizer = optimizer
         options = TrainerOptions(
             learning_rate=c.learning_rate,
             lr_schedule=schedule,
@@ -193,31 +190,29 @@ class LemaModel:
             seed=c.seed,
             config=c.to_dict(),
         )
-        trainer = Trainer(runner, training, files, options, say)
+        trainer = Trainer(runner, training, self._files(), options, say)
         if self._started_from is not None:
             trainer.load_checkpoint(self._started_from)
         return trainer
 
-    def _weight_files(self) -> WeightFiles:
-        return WeightFiles(self.training, self.runner.store, self._manifest, self._base_name())
+    def _files(self) -> TrainedFiles:
+        """What trains, in files."""
+        training = self._require_training()
+        if training.weights:
+            return WeightFiles(training, self.runner.store, self._manifest, self._base_name())
+        return training.files(self.adapter, self._base_name())
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Write what was trained: LoRA weights as a PEFT adapter folder, weights as a delta; returns the folder. Into
         an existing folder the files are replaced one by one."""
-        path = Path(path)
-        if self.training is not None and self.training.weights:
-            files = self._weight_files()
-            path.mkdir(parents=True, exist_ok=True)
-            check_free_space(path, files.nbytes)
-            files.write_weights(path)
-            return path
-        lora = self._require_lora()
+        path, files = Path(path), self._files()
         if path.exists():
-            save_peft(path, lora, self.adapter, self._base_name())
+            check_free_space(path, files.weights_nbytes)
+            files.write_weights(path)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_folder(path, peft_bytes(lora)) as temporary:
-                save_peft(temporary, lora, self.adapter, self._base_name())
+            with atomic_folder(path, files.weights_nbytes) as temporary:
+                files.write_weights(temporary)
         return path
 
     @classmethod
@@ -245,17 +240,23 @@ class LemaModel:
             model.load_lora(path)
         return model
 
-    def load_delta(self, path: str | Path) -> None:
+    def load_delta(self, path: str | Path, trains: bool = True) -> None:
         """Start from the weights of a checkpoint of a training of the model's own weights; a trainer goes on from its
-        moments and step. Raises CheckpointError when it was made from another base."""
+        moments and step. ``trains`` False: only to compute with, in the room of the weights alone. Raises
+        CheckpointError when it was made from another base."""
         self._require_no_runner()
-        delta = read_delta(Path(path))
+        path = Path(path)
+        delta = read_delta(path)
         delta.check_base(self._manifest)
         delta.check_fits(self.adapter)
-        self.initialize_training()
+        if (path / STATE_FILE).exists():
+            self._states = read_checkpoint(path)[1]
+        if trains:
+            self.initialize_training()
+            self._started_from = path if self._states is not None else None
+        elif delta.tensors:
+            self._stream_trained(delta.tensors)
         self._delta = delta
-        if (Path(path) / STATE_FILE).exists():
-            self._started_from = Path(path)
 
     # -- computing
 
@@ -384,12 +385,16 @@ class LemaModel:
             plan = self.run_plan = self.plan()
             updates = self.training.updates if self.training is not None else {}
             read, widen = self._kernels.read, self._kernels.widen
+            fixed = None
+            if self._delta is not None and self.training is None:
+                values = weight_values(self._model, self._delta, self._states)
+                fixed = fixed_weights(self._model, Path(self.config.output_dir), values)
             store = TensorStore(
-                self._model, self._device, plan.sizes, plan.prefetch_distance, read, widen, plan.states()
+                self._model, self._device, plan.sizes, plan.prefetch_distance, read, widen, plan.states(), fixed
             )
             if isinstance(self.training, WeightTraining):
                 self.training.opened(store)
-                store.set_weights(WeightFiles(self.training, store, self._manifest, "").values(self._delta))
+                store.set_weights(weight_values(self._model, self._delta, self._states))
             self._runner = ModelRunner(
                 self.adapter,
                 self._model,
@@ -489,7 +494,7 @@ class LemaModel:
         if training is not None:
             rows, tokens = c.batch_size, self._longest
             one = MicroBatch(rows, tokens, rows * (tokens - 1), self.adapter.masks(tokens))
-            how = training.train_pass(0, c.seed)
+            how = training.largest_pass(c.seed)
             shape = typical = StepShape((one,) * c.gradient_accumulation_steps, how.first_layer, embeds=how.embeds)
             if self._typical is not None:
                 tokens, targets = self._typical
@@ -514,6 +519,12 @@ class LemaModel:
         c = self.config
         return StateCodecs(**made(c.opt_state_bits, "exp_avg", "exp_avg_sq"), **made(c.grad_acc_bits, "grads"))
 
+    @property
+    def working_bytes(self) -> int:
+        """Of the disk, that files of a run without a name may come to take: weights that train, and their states."""
+        updates = self.runner.store.updates
+        return 0 if updates is None else updates.disk_bytes
+
     def stats(self) -> dict[str, StoreStats]:
         """Bytes now, peak, read and written per kind of stream, and the seconds compute waited."""
         return self.runner.stats()
@@ -536,13 +547,9 @@ class LemaModel:
 
     def _require_training(self) -> Training:
         if self.training is None:
-            raise ConfigError("nothing trains yet: call initialize_training(), or load_lora(path)")
+            begin = "initialize_lora" if self.config.training_mode == LORA else "initialize_training"
+            raise ConfigError(f"nothing trains yet: call {begin}(), or load_lora(path)")
         return self.training
-
-    def _require_lora(self) -> LoraWeights:
-        if self.lora is None:
-            raise ConfigError("there are no LoRA weights yet: call initialize_lora(), or load_lora(path)")
-        return self.lora
 
     def _require_no_runner(self) -> None:
         if self._runner is not None:
