@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, get_type_hints
 
 from lema_core.errors import CheckpointError
@@ -20,7 +20,7 @@ class TrainerState:
     finite, the last ``non_finite_in_a_row`` in a row. ``epoch`` counts epochs begun before this one,
     ``step_in_epoch`` the optimizer steps of this epoch already done. ``base_learning_rate``, ``lr_schedule``,
     ``warmup_steps`` and ``total_steps`` record the schedule that was running, ``optimizer`` the class name of the
-    optimizer. ``rng`` holds generator states where a run has any; ``config`` the options of the run. Both are plain
+    optimizer. ``loss_scale`` is the next step's, which ``steps_at_scale`` finite steps in a row had. ``rng`` holds generator states where a run has any; ``config`` the options of the run. Both are plain
     JSON values.
     """
 
@@ -36,6 +36,8 @@ class TrainerState:
     tokens: int = 0
     skipped_steps: int = 0
     non_finite_in_a_row: int = 0
+    loss_scale: float = 1.0
+    steps_at_scale: int = 0
     rng: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -51,9 +53,11 @@ class TrainerState:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainerState:
-        """The inverse of :meth:`to_json`. Raises CheckpointError for a field missing, unknown or of another type."""
+        """The inverse of :meth:`to_json`. Raises CheckpointError for a field unknown, of another type, or missing that
+        checkpoints always had."""
         types = get_type_hints(cls)
-        missing = [each.name for each in fields(cls) if each.name not in values]
+        required = [each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING]
+        missing = [name for name in required if name not in values]
         unknown = [name for name in values if name not in types]
         if missing or unknown:
             raise CheckpointError(

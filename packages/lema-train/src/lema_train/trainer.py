@@ -7,7 +7,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lema_core.runtime.batch import TokenBatch, total_targets
 from lema_core.runtime.runner import ModelRunner
 from lema_core.training import Outcome, TrainedFiles, Training
 from lema_train.checkpoint import checkpoint_bytes, read_checkpoint, write_checkpoint
+from lema_train.loss_scale import LossScale
 from lema_train.schedule import check_schedule, learning_rate_at
 from lema_train.state import TrainerState
 
@@ -32,7 +33,7 @@ class TrainerOptions:
     """How steps are made. ``lr_schedule`` None leaves a caller's optimizer its own rate; ``total_steps`` is the
     schedule's length.
 
-    ``rows_per_micro_batch``: more rows given to a step become micro-batches. ``config``: the run's options, kept with a
+    ``loss_scale`` None is 1, or moves where computing is in fp16. ``rows_per_micro_batch``: more rows given to a step become micro-batches. ``config``: the run's options, kept with a
     checkpoint.
     """
 
@@ -43,6 +44,7 @@ class TrainerOptions:
     max_grad_norm: float | None = 1.0
     skip_nonfinite: bool = True
     max_nonfinite_steps: int = 5
+    loss_scale: float | None = None
     rows_per_micro_batch: int = 1
     seed: int = 0
     config: dict[str, Any] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class Trainer:
         self.skipped_steps = 0
         self.metrics: dict[str, Any] = {}
         self._non_finite_in_a_row = 0
+        self._scale = LossScale(options.loss_scale, runner.dtype == torch.float16)
         self._warned_long = False
         self._say = say
 
@@ -128,7 +131,7 @@ class Trainer:
                 "they are left out"
             )
         if total_targets(batches):
-            how = self.training.train_pass(self.step, self.options.seed)
+            how = replace(self.training.train_pass(self.step, self.options.seed), loss_scale=self._scale.value)
             loss = self.runner.train_step(batches, how, self.step, logits)
             grad_norm = self._update(loss, lr)
         self.step += 1
@@ -154,13 +157,13 @@ class Trainer:
     @property
     def _waits(self) -> bool:
         """Nothing may change before all gradients are there."""
-        return self.options.skip_nonfinite or self.options.max_grad_norm is not None
+        return self.options.skip_nonfinite or self.options.max_grad_norm is not None or self._scale.value != 1
 
     def _update(self, loss: float, lr: float | None) -> float:
         """Clip and update, or leave everything as it was when something is not finite. Returns the norm before
         clipping."""
         if math.isfinite(loss):
-            outcome = self.training.finish_step(lr, self.options.max_grad_norm, 1.0)
+            outcome = self.training.finish_step(lr, self.options.max_grad_norm, self._scale.value)
         else:
             self.training.discard_step()
             outcome = Outcome(math.nan, "the loss")
@@ -169,7 +172,15 @@ class Trainer:
                 f"step {self.step + 1}: {outcome.culprit} is not finite, and weights have changed by it "
                 "(skip_nonfinite=false): go on from an earlier checkpoint, with a lower learning_rate"
             )
-        if outcome.culprit is not None:
+        too_large = self._scale.may_shrink and math.isfinite(loss)
+        self._scale.after(outcome.culprit is None)
+        if outcome.culprit is not None and too_large:
+            self.skipped_steps += 1
+            self._say(
+                f"step {self.step + 1}: {outcome.culprit} is not finite in fp16; the step is skipped, no weight was "
+                f"changed; the loss scale is {self._scale.value:g} now"
+            )
+        elif outcome.culprit is not None:
             self.skipped_steps += 1
             self._non_finite_in_a_row += 1
             self._say(
@@ -234,6 +245,8 @@ class Trainer:
             tokens=self.tokens,
             skipped_steps=self.skipped_steps,
             non_finite_in_a_row=self._non_finite_in_a_row,
+            loss_scale=self._scale.value,
+            steps_at_scale=self._scale.steps,
             config=o.config,
         )
         write_checkpoint(path, state, self._files)
@@ -251,4 +264,5 @@ class Trainer:
         self.step, self.epoch, self.step_in_epoch = state.step, state.epoch, state.step_in_epoch
         self.tokens, self.skipped_steps = state.tokens, state.skipped_steps
         self._non_finite_in_a_row = state.non_finite_in_a_row
+        self._scale.go_on(state.loss_scale, state.steps_at_scale)
         return state

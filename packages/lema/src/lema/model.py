@@ -186,6 +186,7 @@ class LemaModel:
             max_grad_norm=c.max_grad_norm,
             skip_nonfinite=c.skip_nonfinite,
             max_nonfinite_steps=c.max_nonfinite_steps,
+            loss_scale=None if c.loss_scale == "auto" else c.loss_scale,
             rows_per_micro_batch=c.batch_size,
             seed=c.seed,
             config=c.to_dict(),

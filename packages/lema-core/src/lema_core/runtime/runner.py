@@ -47,11 +47,14 @@ from lema_core.store.trace import Trace
 @dataclass(frozen=True)
 class TrainPass:
     """How a training step is computed. ``first_layer``: the lowest one with something trainable (n_layers: only the
-    head has). ``seed``: of dropout. ``embeds``: what is below the first block trains too; ``first_layer`` is 0 then."""
+    head has). ``seed``: of dropout. ``embeds``: what is below the first block trains too; ``first_layer`` is 0 then.
+    ``loss_scale``: gradients come out so many times larger, for fp16, in which small ones vanish (Micikevicius et al.
+    2018, arXiv:1710.03740)."""
 
     first_layer: int
     seed: int
     embeds: bool = False
+    loss_scale: float = 1.0
 
 
 @dataclass
@@ -140,7 +143,7 @@ class ModelRunner:
         with self._step(self.scheduler.trace(shape, schedule)):
             sizes = self.scheduler.costs.boundaries(shape, schedule)
             with self.activations.step(sizes, schedule.boundary_bytes):
-                loss = self._train(learning, schedule, how, step, 1.0 / n_targets, logits)
+                loss = self._train(learning, schedule, how, step, how.loss_scale / n_targets, logits)
         # An expert that no token came to has a gradient all the same, of zeros: it is a slice of one for all.
         for update in self._of_experts:
             for parameter in update.parameters():
