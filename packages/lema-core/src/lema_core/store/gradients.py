@@ -86,7 +86,9 @@ class GradientStream(Gradients):
                     self._norms[part] = torch.linalg.vector_norm(numbers_of(part, numbers), dtype=torch.float32).item()
                     if not math.isfinite(self._norms[part]):
                         # the squares of finite values above 1.8e19 overflow in fp32
-                        self._norms[part] = torch.linalg.vector_norm(numbers_of(part, numbers), dtype=torch.float64).item()
+                        self._norms[part] = torch.linalg.vector_norm(
+                            numbers_of(part, numbers), dtype=torch.float64
+                        ).item()
             if self.done is not None:
                 self.done(each.number)
 

@@ -11,7 +11,7 @@ from lema_core.store.gradients import GradientStream
 from lema_core.store.granules import whole_sectors
 from lema_core.store.model import StreamedModel, TrainedGranule
 from lema_core.store.states import FEWEST_SLOTS, StateStream
-from lema_core.store.unnamed import UnnamedFile
+from lema_core.store.unnamed import UnnamedFile, check_room
 from lema_core.store.updates import WeightUpdates
 from lema_core.store.window import Window
 
@@ -59,24 +59,24 @@ def passing_bytes(model: StreamedModel, codecs: StateCodecs) -> int:
     return slots + (1 + decoded) * granule
 
 
-def open_updates(
-    model: StreamedModel, plan: StatePlan, window: Window, expert_window: Window | None
-) -> WeightUpdates:
+def open_updates(model: StreamedModel, plan: StatePlan, window: Window, expert_window: Window | None) -> WeightUpdates:
     """Make files and memory as ``plan`` says. Raises TransferError where the disk has no room."""
     most = max(each.granule.nbytes for each in model.trained) // 4
     codecs = plan.codecs
+    grads_of, optim_of = grads_sizes(model, codecs), optim_sizes(model, codecs)
+    grads_in_ram = _resident(model.trained, grads_of, plan.grads_bytes)
+    optim_in_ram = _resident(model.trained, optim_of, plan.optim_bytes)
+    # Each file alone may find room that all together have not.
+    on_disk = model.space.nbytes + sum(grads_of) + sum(optim_of)
+    on_disk -= sum(grads_of[i] for i in grads_in_ram) + sum(optim_of[i] for i in optim_in_ram)
+    check_room(plan.folder, on_disk, "weights, optimizer states and gradients")
     file = UnnamedFile(plan.folder, "weights")
     file.reserve(model.space.nbytes)
-    sizes = grads_sizes(model, codecs)
-    resident = _resident(model.trained, sizes, plan.grads_bytes)
-    grads = StateStream("grads", sizes, resident, plan.grads_slots, plan.folder)
-    sizes = optim_sizes(model, codecs)
-    optim = StateStream("optim", sizes, _resident(model.trained, sizes, plan.optim_bytes), plan.optim_slots, plan.folder)
+    grads = StateStream("grads", grads_of, grads_in_ram, plan.grads_slots, plan.folder)
+    optim = StateStream("optim", optim_of, optim_in_ram, plan.optim_slots, plan.folder)
     states = {"exp_avg": Encoding(codecs.exp_avg, most), "exp_avg_sq": Encoding(codecs.exp_avg_sq, most)}
     gradients = GradientStream(model, grads, Encoding(codecs.grads, most))
-    return WeightUpdates(
-        model, file, optim, gradients, states, Encoding(codecs.grads, most), window, expert_window
-    )
+    return WeightUpdates(model, file, optim, gradients, states, Encoding(codecs.grads, most), window, expert_window)
 
 
 def _resident(trained: Sequence[TrainedGranule], sizes: Sequence[int], nbytes: int | None) -> list[int]:

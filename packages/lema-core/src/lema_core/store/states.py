@@ -1,4 +1,4 @@
-"""What training keeps beside the weights, record by record: moments and gradients, in RAM as far as it goes, else on disk.
+"""What training keeps beside the weights, record by record: moments and gradients, in RAM or on disk.
 
 Each record is taken once or a few times a step, in an order that is known: which ones stay in RAM is decided once, and
 the others pass through a few slots. A thread reads ahead what was announced and writes back what was changed.
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from lema_core.device import map_ram
-from lema_core.errors import PlanError, TransferError
+from lema_core.errors import PlanError
 from lema_core.store.granules import whole_sectors
-from lema_core.store.unnamed import FULL, UnnamedFile, free_bytes
+from lema_core.store.unnamed import UnnamedFile
 
 #: one is read ahead, one is worked on, one is written
 FEWEST_SLOTS = 3
@@ -46,9 +46,7 @@ class StateStream:
     A record that was never given back is zeros. Several threads may take records, each at most one at a time.
     """
 
-    def __init__(
-        self, kind: str, sizes: Sequence[int], resident: Collection[int], n_slots: int, folder: Path
-    ) -> None:
+    def __init__(self, kind: str, sizes: Sequence[int], resident: Collection[int], n_slots: int, folder: Path) -> None:
         self.kind = kind
         self._sizes = [whole_sectors(size) for size in sizes]
         self._fixed: dict[int, Tensor] = {}
@@ -309,11 +307,7 @@ class StateStream:
                 self._file.read(offset, memory)
                 self.bytes_read += nbytes
         except OSError as error:
-            doing = "written" if write else "read"
-            text = f"{self._file.folder}: {self.kind} cannot be {doing} there: {error.strerror or error}"
-            if error.errno in FULL:
-                text += f": {nbytes:,} bytes needed, {free_bytes(self._file.folder):,} free: make room"
-            raise TransferError(text) from error
+            raise self._file.refused("written" if write else "read", error, nbytes) from error
 
 
 def as_numbers(record: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from lema_core.store.reads import Reads
 from lema_core.store.rows import RowCache
 from lema_core.store.state_plan import StatePlan, open_updates
 from lema_core.store.trace import Trace
+from lema_core.store.unnamed import UnnamedFile
 from lema_core.store.updates import WeightUpdates
 from lema_core.store.window import Window
 
@@ -84,6 +85,8 @@ class TensorStore:
 
     ``reads`` and ``widen`` are kernels; by default plain Python and torch do the work. ``states``: how what training
     needs beside weights is kept, None where none of them train; then ``updates`` and ``gradients`` are there.
+    ``fixed``: the working file of weights that stay as they are in it, from
+    :func:`~lema_core.store.fixed.fixed_weights`; the store's from now on.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class TensorStore:
         reads: Reads | None = None,
         widen: Widen | None = None,
         states: StatePlan | None = None,
+        fixed: UnnamedFile | None = None,
     ) -> None:
         self.model = model
         self.device = device
@@ -114,6 +118,9 @@ class TensorStore:
             self.updates = open_updates(model, states, self._near, expert_window)
             self.gradients = self.updates.grads
             self._reader.adopt(model.space.path, self.updates.file.descriptor, self.updates.file.direct)
+        self._fixed = fixed
+        if fixed is not None:
+            self._reader.adopt(model.space.path, fixed.descriptor, fixed.direct)
         self._expert_position = 0
         bounce = map_ram(model.bounce_bytes)
         self._rows = {
@@ -269,6 +276,8 @@ class TensorStore:
             self.device.close()
             if self.updates is not None:
                 self.updates.close()
+            if self._fixed is not None:
+                self._fixed.close()
             if not any(engine.stuck for engine in self._engines):
                 self._reader.close()
                 for region in (*(w for e in self._engines for w in (e.near, e.far)), *self._rows.values()):

@@ -1,4 +1,4 @@
-"""A file that memory overflows into: past the page cache, gone from its folder as soon as it is open.
+"""A file that memory overflows into: past the page cache, and without a name in its folder.
 
 A killed program leaves nothing behind, and two programs in one folder never meet in one file.
 """
@@ -18,37 +18,39 @@ from lema_core.store.granules import whole_sectors
 _REQUEST_BYTES = 8 << 20
 #: what a disk or a limit says that has no room
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+#: of file systems where every file has a name, and of kernels that know no others
+_NO_UNNAMED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EISDIR)
 
 
 class UnnamedFile:
     """Reads and writes in whole sectors, from memory aligned to them. ``holds``: what, for errors (``gradients``).
 
-    ``path`` is where it was made, for errors and as a key. Any thread may use it, each its own ranges.
+    Any thread may use it, each its own ranges.
     """
 
     def __init__(self, folder: Path, holds: str) -> None:
         self.folder = folder
-        self.path = folder / f"lema-{secrets.token_hex(8)}.spill"
         self._holds = holds
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.descriptor, self.direct = _create(self.path)
-            self.path.unlink()
+            self.descriptor, self.direct = _create(folder)
         except OSError as error:
             raise TransferError(f"{folder}: cannot keep {holds} there: {error.strerror}") from error
 
     def reserve(self, nbytes: int) -> None:
         """The file's size; zeros where nothing was written. Raises TransferError where the disk has less room."""
-        free = free_bytes(self.folder)
-        if free < nbytes:
-            raise TransferError(
-                f"{self.folder}: {nbytes:,} bytes of {self._holds} are needed, {free:,} are free on its disk: make "
-                "room, or give them more memory"
-            )
+        check_room(self.folder, nbytes, self._holds)
         try:
             os.ftruncate(self.descriptor, nbytes)
         except OSError as error:
-            raise TransferError(f"{self.folder}: cannot keep {self._holds} there: {error.strerror}") from error
+            raise self.refused("kept", error, nbytes) from error
+
+    def refused(self, doing: str, error: OSError, nbytes: int) -> TransferError:
+        """What to raise where the disk refuses to have ``nbytes`` read, written or kept (``doing``)."""
+        text = f"{self.folder}: {self._holds} cannot be {doing} there: {error.strerror or error}"
+        if error.errno in FULL:
+            text += f": {nbytes:,} bytes needed, {free_bytes(self.folder):,} free: make room"
+        return TransferError(text)
 
     def read(self, offset: int, memory: memoryview) -> None:
         """Fill ``memory``. Raises OSError."""
@@ -84,15 +86,41 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _create(path: Path) -> tuple[int, bool]:
+def check_room(folder: Path, nbytes: int, holds: str) -> None:
+    """Raises TransferError where the disk of ``folder`` has less room."""
+    free = free_bytes(folder)
+    if free < nbytes:
+        raise TransferError(
+            f"{folder}: {nbytes:,} bytes of {holds} are needed, {free:,} are free on its disk: make room, or give them "
+            "more memory"
+        )
+
+
+def _create(folder: Path) -> tuple[int, bool]:
     """A descriptor, and whether it bypasses the page cache; some file systems cannot."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            return _open(folder, os.O_TMPFILE)
+        except OSError as error:
+            if error.errno not in _NO_UNNAMED:
+                raise
+    # For a moment it has a name, which says whose it is.
+    path = folder / f"lema-{secrets.token_hex(8)}.{os.getpid()}.partial"
+    try:
+        return _open(path, os.O_CREAT | os.O_EXCL)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    flags |= os.O_RDWR
     if hasattr(os, "O_DIRECT"):
         try:
             return os.open(path, flags | os.O_DIRECT, 0o600), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # Some systems make the file before they find that they cannot open it so.
-            path.unlink(missing_ok=True)
+            if flags & os.O_CREAT:
+                # Some systems make the file before they find that they cannot open it so.
+                path.unlink(missing_ok=True)
     return os.open(path, flags, 0o600), False

@@ -11,7 +11,6 @@ layer (Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models wit
 from __future__ import annotations
 
 import ctypes
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,8 +23,9 @@ import torch
 from torch import Tensor
 
 from lema_core.device import map_ram
-from lema_core.errors import PlanError, TransferError
+from lema_core.errors import PlanError
 from lema_core.store.codec import Encoding
+from lema_core.store.fixed import set_granule
 from lema_core.store.gradients import GradientStream, numbers_of
 from lema_core.store.granules import Part
 from lema_core.store.model import Region, StreamedModel, TrainedGranule
@@ -340,11 +340,7 @@ class WeightUpdates:
         values, self._values = self._values, None
         self._read_last = None
         for each in self.model.trained:
-            numbers = self._scratch[: each.granule.nbytes].view(torch.float32)
-            numbers.zero_()
-            for part in each.parts:
-                row = math.prod(part.shape[1:])
-                numbers_of(part, numbers).copy_(values(part.tensor, part.start * row, math.prod(part.shape)))
+            set_granule(each, self._scratch, values)
             self._write(each, self._scratch_memory)
             if each.region is not Region.TABLES:
                 window = self._window if each.region is Region.STREAM else self._expert_window
@@ -475,14 +471,14 @@ class WeightUpdates:
         try:
             self.file.read(each.file_offset, self._scratch_memory[: each.granule.nbytes])
         except OSError as error:
-            raise TransferError(f"{self.file.folder}: weights cannot be read there: {error.strerror}") from error
+            raise self.file.refused("read", error, each.granule.nbytes) from error
         self.bytes_read += each.granule.nbytes
 
     def _write(self, each: TrainedGranule, memory: memoryview) -> None:
         try:
             self.file.write(each.file_offset, memory[: each.granule.nbytes])
         except OSError as error:
-            raise TransferError(f"{self.file.folder}: weights cannot be written there: {error.strerror}") from error
+            raise self.file.refused("written", error, each.granule.nbytes) from error
         self.bytes_written += each.granule.nbytes
 
     def _raise_error(self) -> None:
