@@ -197,7 +197,7 @@ def test_too_little_space_is_told_before_training(
     )
     error = lema.error(f"model_name_or_path={tiny_llama}", "train_file=rows.jsonl", "output_dir=out", before=full)
     assert f"{lema.cwd / 'out'}: " in error and " bytes needed, 1000 bytes free on its disk" in error
-    assert list((lema.cwd / "out").iterdir()) == []
+    assert not (lema.cwd / "out").exists()
 
 
 def test_an_output_dir_that_cannot_be_one(lema: Any, tiny_llama: Path) -> None:

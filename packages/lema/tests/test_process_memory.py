@@ -87,25 +87,31 @@ def test_a_window_of_one_layer_is_all_that_a_large_model_takes(
     assert not (lema.cwd / "small").exists()
 
 
+#: the model's own weights
+WHOLE = ["training_mode=selective_full", "learning_rate=1e-5"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "memory",
     [
-        ["weights_ram=auto"],
-        ["weights_ram=400KB"],
-        ["weights_ram=400KB", "gradient_accumulation_steps=4", "activations_ram=800KB"],
+        ["weights_ram=auto", "lora_rank=4"],
+        ["weights_ram=400KB", "lora_rank=4"],
+        ["weights_ram=400KB", "gradient_accumulation_steps=4", "activations_ram=800KB", "lora_rank=4"],
+        [*WHOLE, "weights_ram=auto"],
+        [*WHOLE, "weights_ram=400KB", "opt_state_ram=1B", "grad_acc_ram=1B", "opt_state_bits=8"],
     ],
-    ids=["all", "window", "activations on disk"],
+    ids=["all", "window", "activations on disk", "whole weights", "whole weights, states on disk"],
 )
 def test_300_steps_do_not_grow(
     memory: list[str], lema: Any, tiny_llama: Path, make_rows: Any, chats: Callable[[int], Rows]
 ) -> None:
     # Plans of steps are kept by their shape, so that with several micro-batches of all lengths there would be more of
     # them for a hundred steps.
-    rows = chats(20) if len(memory) == 1 else [{"input_ids": list(range(5, 33))}] * 20
+    rows = chats(20) if len(memory) == 2 else [{"input_ids": list(range(5, 33))}] * 20
     make_rows(lema.cwd / "rows.jsonl", rows)
     lema.ok(
-        f"model_name_or_path={tiny_llama}", "train_file=rows.jsonl", "output_dir=out", "max_steps=300", "lora_rank=4",
+        f"model_name_or_path={tiny_llama}", "train_file=rows.jsonl", "output_dir=out", "max_steps=300",
         "save_steps=40", "save_total_limit=3", *memory, exact=True,
         before=WATCH.format(module="lema.metrics", owner="MetricsWriter", method="write"),
     )  # fmt: skip

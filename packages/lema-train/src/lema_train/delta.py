@@ -151,6 +151,12 @@ def read_delta(path: Path) -> Delta:
     return Delta(file, identity, header.tensors)
 
 
+def refuse_delta(folder: Path) -> None:
+    """Raises CheckpointError where LoRA weights are expected and whole ones are there."""
+    if (folder / DELTA_FILE).is_file() and not (folder / LORA_FILE).is_file():
+        raise CheckpointError(f"{folder}: whole weights and no LoRA weights: give them as delta_path={folder}")
+
+
 def _absent(path: Path) -> str:
     if not path.exists():
         return f"{path}: no such file or folder; give a checkpoint of a run, or its {DELTA_FILE}"

@@ -125,6 +125,8 @@ def check_complete(config: LemaConfig) -> None:
         raise ConfigError(
             f"task={config.task} needs a model: +model=NAME ({models}), or model_name_or_path=FOLDER or a Hub name"
         )
+    if config.lora_path is not None and config.delta_path is not None:
+        raise ConfigError(f"task={config.task} takes lora_path or delta_path, and both are given: leave one out")
     if config.task == "train" and config.train_file is None:
         raise ConfigError(
             "task=train needs rows: train_file=FILE.jsonl, or train_file=demo for the set that lema brings"
@@ -144,8 +146,6 @@ def _check_merge(config: LemaConfig) -> None:
             "task=merge needs trained weights: lora_path=FOLDER, a PEFT folder or a checkpoint of a run, or "
             "delta_path=FOLDER, a checkpoint of a run that trained whole weights"
         )
-    if config.lora_path is not None and config.delta_path is not None:
-        raise ConfigError("task=merge takes lora_path or delta_path, and both are given: leave one out")
     if config.output_dir == LemaConfig().output_dir:
         raise ConfigError("task=merge needs a folder of its own: output_dir=FOLDER")
 

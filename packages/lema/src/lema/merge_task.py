@@ -15,10 +15,10 @@ from lema.display import byte_progress
 from lema.interrupts import StopRequest
 from lema.random_model import random_model
 from lema_core.checkpoint import read_manifest
-from lema_core.errors import CheckpointError, ConfigError
+from lema_core.errors import ConfigError
 from lema_core.memory import peak_rss_bytes
 from lema_core.plugins import get_plugin_manager
-from lema_train.delta import DELTA_FILE, read_delta
+from lema_train.delta import read_delta, refuse_delta
 from lema_train.merge_lora import lora_changes
 from lema_train.merge_plan import MergePlan, plan_merge
 from lema_train.merge_write import write_merged
@@ -71,8 +71,7 @@ def merge(config: LemaConfig) -> dict[str, Any]:
 def _plan_lora(config: LemaConfig, dtype: torch.dtype | None) -> tuple[MergePlan, Path]:
     """What will be written, and the folder of the LoRA weights."""
     lora = Path(config.lora_path).expanduser()
-    if (lora / DELTA_FILE).is_file() and not (lora / LORA_FILE).is_file():
-        raise CheckpointError(f"{lora}: whole weights and no LoRA weights: give them as delta_path={lora}")
+    refuse_delta(lora)
     named = config.model_name_or_path or base_model(read_peft_config(lora))
     base = read_manifest(base_folder(config, named, lora / LORA_FILE))
     changes = lora_changes(lora, adapter_of(base), base)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lema_core.errors import ConfigError, DataError
+from lema_core.files import replacing
 from lema_train.checkpoint import find_checkpoints
 
 METRICS_FILE = "metrics.jsonl"
@@ -91,12 +92,10 @@ class MetricsWriter:
             if step <= start_step:
                 kept.append(line if line.endswith("\n") else line + "\n")
         if kept != lines:
-            temporary = self.path.with_suffix(".tmp")
-            with temporary.open("w", encoding="utf-8") as file:
+            with replacing(self.path) as partial, partial.open("w", encoding="utf-8") as file:
                 file.writelines(kept)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, self.path)
         dropped = len(lines) - len(kept)
         if dropped:
             say(f"{self.path.name}: {dropped} line(s) after step {start_step} dropped, to be redone")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lema.config import LORA, LemaConfig
+from lema.config import LORA, SELECTIVE_FULL, LemaConfig
 from lema.planner import Machine, RunPlan, Workload, plan_run, step_choices, this_machine
 from lema.prediction import tier_memory
 from lema.random_model import random_model
@@ -222,13 +222,13 @@ class LemaModel:
         run's config."""
         path = Path(path)
         weights = (path / DELTA_FILE).is_file()
-        if weights:
-            delta = read_delta(path)
-            values: dict[str, Any] = {"model_name_or_path": delta.identity.name, "training_mode": "selective_full"}
-        else:
-            values = {"model_name_or_path": base_model(read_peft_config(path))}
+        values: dict[str, Any] = {"training_mode": SELECTIVE_FULL if weights else LORA}
         if (path / STATE_FILE).exists():
             values |= json.loads((path / STATE_FILE).read_text(encoding="utf-8"))["config"]
+        named = read_delta(path).identity.name if weights else base_model(read_peft_config(path))
+        if named is not None and values.get("init") != "random":
+            # The run's own option may be relative to a folder that is another now.
+            values["model_name_or_path"] = named
         values |= options
         if values.get("model_name_or_path") is None:
             raise CheckpointError(

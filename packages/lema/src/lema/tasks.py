@@ -21,6 +21,7 @@ from lema_core.memory import anonymous_bytes, peak_rss_bytes
 from lema_core.plugins import get_plugin_manager
 from lema_train.atomic import check_free_space, clean_leftovers, write_json
 from lema_train.checkpoint import STATE_FILE, latest_complete
+from lema_train.claim import claimed
 from lema_train.data import (
     BatchLoader,
     BatchPlan,
@@ -31,6 +32,7 @@ from lema_train.data import (
     typical_micro_batch,
     write_demo,
 )
+from lema_train.delta import refuse_delta
 from lema_train.loop import LoopEvents, LoopOptions, run_training
 from lema_train.trainer import Trainer
 
@@ -42,24 +44,29 @@ def train(config: LemaConfig) -> dict[str, Any]:
     """
     with StopRequest("steps after the newest checkpoint are not kept; go on with resume=auto") as stop:
         output_dir = Path(config.output_dir).absolute()
-        refuse_earlier_run(output_dir, config.resume)
         display = TrainingDisplay()
-        for line in clean_leftovers(output_dir):
-            display.message(line)
-        with _opened(config) as model:
-            selected = model.initialize_training()
-            train_rows, eval_rows = _datasets(model, config, output_dir)
-            plan = BatchPlan(train_rows.lengths, config.batch_size, config.gradient_accumulation_steps, config.seed)
-            model.expect_tokens(max(train_rows.lengths), typical_micro_batch(train_rows, plan))
-            total_steps = config.max_steps or config.num_epochs * plan.steps_per_epoch
-            trainer = model.get_trainer(total_steps=total_steps, say=display.message)
-            loader = BatchLoader(train_rows, plan, model.fill_id)
-            _resume(trainer, loader, config, output_dir, display)
-            _make_folder(output_dir)
-            check_free_space(output_dir, trainer.checkpoint_bytes())
-            display.message(_heading(model, selected, train_rows, total_steps))
-            display.message("sample 0, " + describe_sample(train_rows[0], model.tokenizer_or_none))
-            return _train(model, trainer, loader, eval_rows, total_steps, output_dir, display, stop)
+        with claimed(output_dir, display.message):
+            refuse_earlier_run(output_dir, config.resume)
+            for line in clean_leftovers(output_dir):
+                display.message(line)
+            return _train_alone(config, output_dir, display, stop)
+
+
+def _train_alone(config: LemaConfig, output_dir: Path, display: TrainingDisplay, stop: StopRequest) -> dict[str, Any]:
+    """The run, in a folder that is no other run's."""
+    with _opened(config) as model:
+        selected = model.initialize_training()
+        train_rows, eval_rows = _datasets(model, config, output_dir)
+        plan = BatchPlan(train_rows.lengths, config.batch_size, config.gradient_accumulation_steps, config.seed)
+        model.expect_tokens(max(train_rows.lengths), typical_micro_batch(train_rows, plan))
+        total_steps = config.max_steps or config.num_epochs * plan.steps_per_epoch
+        trainer = model.get_trainer(total_steps=total_steps, say=display.message)
+        loader = BatchLoader(train_rows, plan, model.fill_id)
+        _resume(trainer, loader, config, output_dir, display)
+        check_free_space(output_dir, trainer.checkpoint_bytes() + model.working_bytes)
+        display.message(_heading(model, selected, train_rows, total_steps))
+        display.message("sample 0, " + describe_sample(train_rows[0], model.tokenizer_or_none))
+        return _train(model, trainer, loader, eval_rows, total_steps, output_dir, display, stop)
 
 
 def _train(
@@ -143,8 +150,7 @@ def _train(
 def evaluate(config: LemaConfig) -> dict[str, Any]:
     """Loss, perplexity and exact match on ``eval_file``, or on the held-out share of ``train_file``."""
     with StopRequest(), _opened(config) as model:
-        if config.lora_path is not None:
-            model.load_lora(config.lora_path)
+        _load_trained(model, config)
         rows = _evaluation_rows(model, config)
         model.expect_tokens(max(rows.lengths))
         started = time.perf_counter()
@@ -163,8 +169,7 @@ def generate(config: LemaConfig) -> dict[str, Any]:
     """Answer ``prompt``, printed as it comes. With a chat template the prompt is a user's message, unless
     ``chat=false``."""
     with StopRequest(), _opened(config) as model:
-        if config.lora_path is not None:
-            model.load_lora(config.lora_path)
+        _load_trained(model, config)
         tokenizer = model.tokenizer
         chat = tokenizer.chat_template is not None if config.chat is None else config.chat
         if chat:
@@ -184,6 +189,15 @@ def generate(config: LemaConfig) -> dict[str, Any]:
         return {"task": "generate", "seconds_s": time.perf_counter() - started, **_memory(model)}
 
 
+def _load_trained(model: LemaModel, config: LemaConfig) -> None:
+    """Put what ``lora_path`` or ``delta_path`` names on the model."""
+    if config.lora_path is not None:
+        refuse_delta(Path(config.lora_path))
+        model.load_lora(config.lora_path)
+    if config.delta_path is not None:
+        model.load_delta(config.delta_path, trains=False)
+
+
 @contextmanager
 def _opened(config: LemaConfig) -> Iterator[LemaModel]:
     model = LemaModel(config)
@@ -197,20 +211,12 @@ def _datasets(model: LemaModel, config: LemaConfig, output_dir: Path) -> tuple[D
     """Training and evaluation rows; ``demo`` writes lema's own set below ``output_dir`` first."""
     train_file, eval_file = config.train_file, config.eval_file
     if train_file == "demo":
-        _make_folder(output_dir)
         train_path, held_out = write_demo(output_dir / "demo", seed=config.seed)
         train_file, eval_file = str(train_path), eval_file or str(held_out)
     rows = load_rows(model, config, train_file)
     if eval_file is not None:
         return rows, load_rows(model, config, eval_file)
     return split_dataset(rows, config.eval_split, config.seed) if config.eval_split else (rows, None)
-
-
-def _make_folder(output_dir: Path) -> None:
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"output_dir: {output_dir}: cannot be made: {error.strerror or error}") from error
 
 
 def _evaluation_rows(model: LemaModel, config: LemaConfig) -> Dataset:
