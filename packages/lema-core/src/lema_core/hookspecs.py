@@ -130,22 +130,41 @@ def lema_kernels() -> Iterable[Kernel]:
 
 @hookspec
 def lema_training_methods() -> Iterable[TrainingMethod]:
-    """Ways of training, such as LoRA: what is trainable, and which files it is saved in.
+    """Ways of training, such as LoRA: what trains, and when.
 
     Called once, without arguments, when the plugins are loaded. Yield one :class:`~lema_core.records.TrainingMethod`
-    per way; ``name`` is what users write as ``training_mode``, ``method`` names the class and is imported when it is
-    used.
+    per way; ``name`` is what users write as ``training_mode``, ``method`` names a
+    :class:`~lema_core.training.TrainingMethodClass`, which is imported when a run asks for it.
+
+    The class makes a :class:`~lema_core.training.Training` of the run's options. Where it trains the model's own
+    weights it derives from :class:`~lema_core.training.WeightTraining` and is left with saying which, and at which
+    step; that they stream, are saved and go on from a checkpoint is no affair of its own. Options that only this method
+    has are read of ``method_options`` by :func:`lema_core.method_options.read_options`.
 
     All answers are collected; names are unique.
 
     Example::
 
+        # lema_norms/method.py: training_mode=norms
+        from lema_core.training import AdamWOptions, WeightTraining
+
+        class Norms(WeightTraining):
+            @classmethod
+            def create(cls, adapter, options, device, kernel):
+                norms = [spec for spec in adapter.tensors() if spec.role == "norm"]
+                adamw = AdamWOptions.of(options, norms)
+                return cls(adapter, [spec.name for spec in norms], adamw, options.learning_rate, kernel)
+
+            def describe(self):
+                return f"{len(self.weights)} norms train"
+
+        # lema_norms/plugin.py
         from lema_core.hookspecs import hookimpl
         from lema_core.records import TrainingMethod
 
         @hookimpl
         def lema_training_methods():
-            yield TrainingMethod("bias_only", method="lema_bias.method:BiasOnly")
+            yield TrainingMethod("norms", method="lema_norms.method:Norms")
     """
 
 

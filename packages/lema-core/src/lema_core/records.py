@@ -62,7 +62,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class TrainingMethod:
-    """A way of training: ``method`` names the class that owns the trainable weights and their files."""
+    """A way of training: ``method`` names a :class:`lema_core.training.TrainingMethodClass`."""
 
     name: str
     method: str

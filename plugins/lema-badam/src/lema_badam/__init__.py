@@ -1,0 +1,1 @@
+"""BAdam for lema, registered through the ``lema`` entry-point group."""

@@ -1,0 +1,188 @@
+"""Training methods that plugins bring: through LemaModel and the command line, saved, and gone on with."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lema import LemaConfig, LemaModel
+from lema_core import hookspecs
+from lema_core.errors import CheckpointError, ConfigError
+from lema_core.plugins import get_plugin_manager
+from lema_core.records import TrainingMethod
+
+pytest.importorskip("lema_badam")
+
+EXACT = ("step", "loss", "grad_norm")
+#: blocks of one layer, four steps each: five steps end within a turn
+TURNS = {"switch_block_every": 4}
+CAPPED = {"opt_state_ram": "1B", "grad_acc_ram": "1B"}
+
+
+def rows(step: int) -> torch.Tensor:
+    return torch.randint(1, 128, (2, 12), generator=torch.Generator().manual_seed(step))
+
+
+class Runs:
+    """Runs of ten steps with ``options``, each in a LemaModel of its own."""
+
+    def __init__(self, llamas: Any, output: Path, **options: Any) -> None:
+        self._llamas = llamas
+        self._output = output
+        self._options = {"training_mode": "badam", "learning_rate": 1e-2, "max_steps": 10, "seed": 1, **options}
+        self._folder = llamas.folder()
+
+    def open(self, name: str, **options: Any) -> LemaModel:
+        values = {**self._options, "output_dir": str(self._output / name), "max_seq_length": 12, **options}
+        model = self._llamas.open(self._folder, **values)
+        model.initialize_training()
+        return model
+
+    def steps(
+        self, name: str, to: int, resume: Path | None = None, **options: Any
+    ) -> tuple[list[tuple[float, ...]], Path]:
+        """Figures of the steps up to ``to``, and the checkpoint of the last."""
+        found = []
+        with self.open(name, **options) as model:
+            trainer = model.get_trainer()
+            if resume is not None:
+                trainer.load_checkpoint(resume)
+            while trainer.step < to:
+                trainer.train_step(rows(trainer.step), return_logits=False)
+                found.append(tuple(trainer.metrics[key] for key in EXACT))
+            return found, trainer.save_checkpoint(self._output / name / f"checkpoint-{to}")
+
+
+def same_files(one: Path, other: Path) -> bool:
+    files = "delta.safetensors", "optimizer.safetensors"
+    pairs = [(load_file(one / file), load_file(other / file)) for file in files]
+    return all(a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("options", [{}, {"opt_state_bits": 8, "grad_acc_bits": 8}], ids=["fp32", "8 bits"])
+@pytest.mark.parametrize("stop", [5, 8], ids=["within a turn", "between turns"])
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(
+    stop: int, options: dict[str, Any], llamas: Any, small_granules: int, tmp_path: Path
+) -> None:
+    runs = Runs(llamas, tmp_path, method_options=TURNS, **options)
+    whole, expected = runs.steps("whole", 10)
+    first, checkpoint = runs.steps("first", stop, **CAPPED)
+    second, found = runs.steps("second", 10, checkpoint)
+    assert first + second == whole
+    assert same_files(found, expected)
+
+
+def test_a_checkpoint_has_the_moments_of_the_block_under_way(llamas: Any, tmp_path: Path) -> None:
+    runs = Runs(llamas, tmp_path, method_options=TURNS)
+    with runs.open("block") as model:
+        block = set(model.training.active(4))
+    _, within = runs.steps("within", 5)
+    assert moments_in(within) == {f"{name}.{state}" for name in block for state in ("exp_avg", "exp_avg_sq")}
+    _, between = runs.steps("between", 8)
+    assert moments_in(between) == set()
+    state = json.loads((within / "trainer_state.json").read_text())
+    assert state["optimizer"] == "BAdam" and state["config"]["method_options"] == TURNS
+
+
+def moments_in(checkpoint: Path) -> set[str]:
+    return {name for name in load_file(checkpoint / "optimizer.safetensors") if ".exp_avg" in name}
+
+
+def test_other_turns_are_refused_within_one(llamas: Any, tmp_path: Path) -> None:
+    """Where a turn ends, a run may go on with others; within, there are no moments for another block."""
+    runs = Runs(llamas, tmp_path, method_options={**TURNS, "switch_mode": "ascending"})
+    _, checkpoint = runs.steps("first", 5)
+    with pytest.raises(CheckpointError, match=r"no optimizer state .*: resume with the .*method_options"):
+        runs.steps("other", 6, checkpoint, method_options={"switch_block_every": 4, "switch_mode": "descending"})
+    found, _ = runs.steps("more often", 6, checkpoint, method_options={"switch_block_every": 5})
+    assert len(found) == 1
+
+
+def test_a_checkpoint_opens_as_what_it_was(llamas: Any, tmp_path: Path) -> None:
+    runs = Runs(llamas, tmp_path, method_options=TURNS)
+    whole, _ = runs.steps("whole", 7)
+    _, checkpoint = runs.steps("first", 5)
+    with LemaModel.from_pretrained(checkpoint, output_dir=str(tmp_path / "opened")) as model:
+        assert model.config.training_mode == "badam"
+        trainer = model.get_trainer()
+        found = [trainer.train_step(rows(step), return_logits=False)[1] for step in (5, 6)]
+    assert found == [loss for _, loss, _ in whole[5:]]
+
+
+def test_what_a_method_cannot_take_is_said(llamas: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="method_options: unknown option 'swich_mode'; did you mean 'switch_mode'"):
+        Runs(llamas, tmp_path, method_options={"swich_mode": "random"}).open("typo")
+    for mode in ("lora", "selective_full"):
+        with pytest.raises(ConfigError, match=f"method_options: .* training_mode is {mode}; leave one"):
+            LemaConfig(training_mode=mode, method_options=TURNS)
+    with Runs(llamas, tmp_path).open("own optimizer") as model:
+        with pytest.raises(ConfigError, match="no parameters for an optimizer"):
+            model.get_trainable_parameters()
+        with pytest.raises(ConfigError, match=r"by BAdam: call get_trainer\(\) without an optimizer"):
+            model.get_trainer(torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0))
+
+
+def test_memory_is_set_aside_for_the_largest_turn(llamas: Any, tmp_path: Path) -> None:
+    """Whatever block begins, what the blocks above the lowest keep is counted."""
+    shapes = []
+    for mode in ("ascending", "descending"):
+        with Runs(llamas, tmp_path, method_options={"switch_mode": mode}).open(mode) as model:
+            shapes.append(model.plan().work.shape)
+    assert shapes[0] == shapes[1] and shapes[0].first_layer == 0 and shapes[0].embeds
+
+
+def test_on_the_command_line(llamas: Any, tmp_path: Path) -> None:
+    ids = [{"input_ids": rows(step)[0].tolist()} for step in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ids))
+    arguments = (
+        f"model_name_or_path={llamas.folder()}", "train_file=rows.jsonl", "training_mode=badam", "device=cpu",
+        "method_options={switch_block_every:2,switch_mode:ascending}", "save_steps=3", "output_dir=out",
+    )  # fmt: skip
+    said = run(tmp_path, *arguments, "max_steps=3")
+    assert "one of 6 blocks at a time, 2 steps each, in ascending order" in said.stdout + said.stderr
+    run(tmp_path, *arguments, "max_steps=6", "resume=auto")
+    steps = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    delta = load_file(tmp_path / "out/checkpoint-6/delta.safetensors")
+    moved = {name for name, value in delta.items() if value.any()}
+    assert moved and all(
+        name.startswith(("model.embed_tokens", "model.layers.0.", "model.layers.1.")) for name in moved
+    )
+    refused = run(tmp_path, *arguments, "method_options={layers_per_blok:2}", "output_dir=other", code=2)
+    assert "did you mean 'layers_per_block'?" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def run(folder: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lema", *arguments]
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+    assert found.returncode == code, found.stderr
+    return found
+
+
+def test_the_method_in_the_hooks_example_trains(llamas: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = inspect.getdoc(hookspecs.lema_training_methods).partition("Example::\n")[2]
+    module = types.ModuleType("lema_norms.method")
+    exec(compile(textwrap.dedent(example), "<example>", "exec"), vars(module))
+    monkeypatch.setitem(sys.modules, "lema_norms.method", module)
+    manager = get_plugin_manager()
+    (record,) = module.lema_training_methods()
+    methods = {**manager.training_methods(), record.name: record}
+    monkeypatch.setattr(manager, "training_methods", lambda: methods)
+    assert isinstance(record, TrainingMethod)
+    with Runs(llamas, tmp_path, training_mode="norms").open("norms") as model:
+        assert model.training.describe() == "9 norms train"
+        trainer = model.get_trainer()
+        losses = [trainer.train_step(rows(0), return_logits=False)[1] for _ in range(3)]
+        model.save_pretrained(tmp_path / "norms" / "saved")
+    assert losses[2] < losses[1] < losses[0]
+    assert all("norm" in name for name in load_file(tmp_path / "norms" / "saved" / "delta.safetensors"))
