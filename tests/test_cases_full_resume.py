@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +210,58 @@ def test_from_pretrained_restores_weights_moments_and_step(runs: Callable[..., R
             figures.append(tuple(trainer.metrics[key] for key in EXACT))
         assert figures == straight[5:]
         assert_same_files(end, trainer.save_checkpoint(made.output / "again" / "checkpoint-10"))
+
+
+def test_a_checkpoint_is_loaded_into_a_model_that_has_computed(runs: Callable[..., Runs]) -> None:
+    """What its windows hold is old then, whatever was pending is dropped."""
+    made = runs("untied")
+    straight, end = made.steps("straight", 4, saves=(2,))
+    with made.open("other") as model:
+        model.initialize_training()
+        before = model.logits(rows(50))
+        trainer = model.get_trainer()
+        trainer.train_step(rows(7), return_logits=False)
+        trainer.load_checkpoint(made.output / "straight" / "checkpoint-2")
+        again = [trainer.train_step(rows(step), return_logits=False)[1] for step in (2, 3)]
+        assert again == [figures[1] for figures in straight[2:]]
+        assert_same_files(end, trainer.save_checkpoint(made.output / "other" / "checkpoint-4"))
+        assert not torch.equal(model.logits(rows(50)), before)
+
+
+def test_an_interrupt_in_a_save_changes_nothing(runs: Callable[..., Runs], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a notebook while what is pending is applied: it is applied once, and the next save is as it should be."""
+    made = runs("untied")
+    _, end = made.steps("straight", 3)
+    change, waits = WeightUpdates._change, threading.Condition.wait_for
+
+    def slow(*given: Any) -> None:
+        time.sleep(0.002)
+        change(*given)
+
+    def interrupted(self: threading.Condition, *given: Any) -> Any:
+        monkeypatch.setattr(threading.Condition, "wait_for", waits)
+        raise KeyboardInterrupt
+
+    with made.open("other") as model:
+        model.initialize_training()
+        trainer = model.get_trainer()
+        for step in range(3):
+            trainer.train_step(rows(step), return_logits=False)
+        updates = model.runner.store.updates
+        monkeypatch.setattr(WeightUpdates, "_change", slow)
+        put = updates._jobs.put
+        monkeypatch.setattr(
+            updates,
+            "_jobs",
+            SimpleNamespace(
+                put=lambda job: (put(job), monkeypatch.setattr(threading.Condition, "wait_for", interrupted))
+            ),
+        )
+        with pytest.raises(KeyboardInterrupt):
+            trainer.save_checkpoint(made.output / "other" / "checkpoint-3")
+        assert list((made.output / "other").iterdir()) == [] and updates.pending
+        monkeypatch.undo()
+        assert_same_files(end, trainer.save_checkpoint(made.output / "other" / "checkpoint-3"))
 
 
 def test_b07_another_selection_or_number_of_bits_is_refused(runs: Callable[..., Runs], llamas: Any) -> None:

@@ -167,6 +167,8 @@ class TransferEngine:
                 raise PlanError("a read of an abandoned step still hangs; try again later, or open the model again")
         if self._run is not None:
             raise PlanError("a step is still under way")
+        if self._updates is not None:
+            self._updates.settle()
         far_slots = _places(self.far) if self.far is not None else ()
         run = _Run(trace, self.plan(trace), _places(self.near), far_slots, self._device.record())
         run.threads_busy = len(self._threads)

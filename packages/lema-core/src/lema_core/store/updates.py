@@ -127,7 +127,7 @@ class WeightUpdates:
         self._view: PassView | None = None
         self._orders = 0
         grads.before_zeros = self._await_number
-        self._jobs: SimpleQueue[tuple[PassView, list[_Job]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[PassView | None, list[_Job]] | None] = SimpleQueue()
         self._thread = Thread(target=self._serve, name="lema-update", daemon=True)
         self._thread.start()
         self.wait_s = 0.0
@@ -180,9 +180,7 @@ class WeightUpdates:
     # -- a pass
 
     def begin(self, view: PassView) -> None:
-        """A pass begins; nothing moves yet."""
-        self._raise_error()
-        self._fill()
+        """A pass begins, planned after :meth:`settle`; nothing moves yet."""
         uses = view.uses()
         if not all(granule in uses and uses[granule].stays for granule in self._shared):
             # Rows of a table are looked up in its slots or in the file, never in both.
@@ -273,14 +271,30 @@ class WeightUpdates:
 
     def flush(self) -> None:
         """Apply what is pending, now. Raises what the thread failed with: then weights are not whole."""
-        self._raise_error()
-        self._fill()
+        self.settle()
+        jobs: list[_Job] = []
         for number in sorted(self._pending):
             each = self.model.trained[number]
             if each.region is Region.EXPERTS:
                 self._expert_window.drop(each.granule.index)
             slot = self._slot_of(each)
-            self._apply(None, _Job(number) if slot is None else _Job(number, slot, stays=True))
+            jobs.append(_Job(number) if slot is None else _Job(number, slot, stays=True))
+        # By the thread: an interrupt here leaves no granule changed by half.
+        with self._changed:
+            self._orders += 1
+        self._jobs.put((None, jobs))
+        self._await_thread()
+
+    def settle(self) -> None:
+        """Called before a pass is planned: what the windows hold does not change from here on."""
+        self._await_thread()
+        self._fill()
+
+    def _await_thread(self) -> None:
+        """Until it has nothing to do: a call that was interrupted may have left it at work."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._orders)
+        self._raise_error()
 
     def weights_of(self, part: Part) -> Tensor:
         """The fp32 numbers of a part as they are, flat; valid until the next call. Raises PlanError while an update is
@@ -329,6 +343,7 @@ class WeightUpdates:
     def fill(self, values: Callable[[str, int, int], Tensor]) -> None:
         """Give every weight a value before it is used next: ``values(tensor, start, count)`` are fp32 [count],
         row-major. What was pending is dropped."""
+        self._await_thread()
         self._pending.clear()
         self._unsaved.clear()
         self._rows_changed = True
@@ -337,14 +352,14 @@ class WeightUpdates:
     def _fill(self) -> None:
         if self._values is None:
             return
-        values, self._values = self._values, None
-        self._read_last = None
+        values, self._read_last = self._values, None
         for each in self.model.trained:
             set_granule(each, self._scratch, values)
             self._write(each, self._scratch_memory)
             if each.region is not Region.TABLES:
                 window = self._window if each.region is Region.STREAM else self._expert_window
                 window.drop(each.granule.index)
+        self._values = None
 
     def rows(self, tensor: str, ids: Tensor) -> Tensor | None:
         """Rows of a table, fp32 [N, C], from the slots that it stays in; None where its file is up to date. What is
