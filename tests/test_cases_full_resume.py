@@ -229,7 +229,7 @@ def test_a_checkpoint_is_loaded_into_a_model_that_has_computed(runs: Callable[..
 
 
 def test_an_interrupt_in_a_save_changes_nothing(runs: Callable[..., Runs], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in a notebook while what is pending is applied: it is applied once, and the next save is as it should be."""
+    """Ctrl-C in a notebook while what is pending is applied: it is, once, and the next save is whole."""
     made = runs("untied")
     _, end = made.steps("straight", 3)
     change, waits = WeightUpdates._change, threading.Condition.wait_for

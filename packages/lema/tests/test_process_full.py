@@ -162,6 +162,32 @@ def test_b70_twice_stops_at_once_and_keeps_the_last_checkpoint(options: list[str
     only_known(lema.cwd / "out")
 
 
+def test_b70_an_evaluation_is_given_up_while_updates_are_applied_in_it(
+    options: list[str], lema: Any, read_steps: Any
+) -> None:
+    """What it had not come to is applied by the save: the resume is exact."""
+    options = [*options, "max_steps=8", "eval_file=rows.jsonl"]
+    waits = (
+        "import time\n"
+        "from lema_core.runtime.runner import ModelRunner\n"
+        "def slow(*given):\n"
+        "    print('evaluating', flush=True)\n"
+        "    time.sleep(600)\n"
+        "ModelRunner._hidden = slow\n"
+    )
+    child = lema.start(*options, "eval_steps=4", "output_dir=out", before=PIECES + SLOW_UPDATES + waits)
+    child.wait_for("evaluating")
+    child.signal(signal.SIGINT)
+    assert child.wait(AT_ONCE_S) == 130
+    out = lema.cwd / "out"
+    assert [step for step, _ in find_checkpoints(out)] == [4]
+    only_known(out)
+    lema.ok(*options, "output_dir=out", "resume=auto", before=PIECES)
+    lema.ok(*options, "output_dir=straight", before=PIECES)
+    assert figures(read_steps(out)) == figures(read_steps(lema.cwd / "straight"))
+    assert same_files(out / "checkpoint-8", lema.cwd / "straight" / "checkpoint-8")
+
+
 # -- two at once
 
 
