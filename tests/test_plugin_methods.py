@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from lema import LemaConfig, LemaModel
 from lema_core import hookspecs
 from lema_core.errors import CheckpointError, ConfigError
 from lema_core.plugins import get_plugin_manager
 from lema_core.records import TrainingMethod
+from lema_core.store.updates import WeightUpdates
 
-pytest.importorskip("lema_badam")
+BlockTraining = pytest.importorskip("lema_badam.method").BlockTraining
 
 EXACT = ("step", "loss", "grad_norm")
 #: blocks of one layer, four steps each: five steps end within a turn
@@ -36,11 +39,11 @@ def rows(step: int) -> torch.Tensor:
 class Runs:
     """Runs of ten steps with ``options``, each in a LemaModel of its own."""
 
-    def __init__(self, llamas: Any, output: Path, **options: Any) -> None:
+    def __init__(self, llamas: Any, output: Path, folder: Path | None = None, **options: Any) -> None:
         self._llamas = llamas
         self._output = output
         self._options = {"training_mode": "badam", "learning_rate": 1e-2, "max_steps": 10, "seed": 1, **options}
-        self._folder = llamas.folder()
+        self._folder = folder or llamas.folder()
 
     def open(self, name: str, **options: Any) -> LemaModel:
         values = {**self._options, "output_dir": str(self._output / name), "max_seq_length": 12, **options}
@@ -49,7 +52,7 @@ class Runs:
         return model
 
     def steps(
-        self, name: str, to: int, resume: Path | None = None, **options: Any
+        self, name: str, to: int, resume: Path | None = None, tokens: int = 12, **options: Any
     ) -> tuple[list[tuple[float, ...]], Path]:
         """Figures of the steps up to ``to``, and the checkpoint of the last."""
         found = []
@@ -58,7 +61,7 @@ class Runs:
             if resume is not None:
                 trainer.load_checkpoint(resume)
             while trainer.step < to:
-                trainer.train_step(rows(trainer.step), return_logits=False)
+                trainer.train_step(rows(trainer.step)[:, :tokens], return_logits=False)
                 found.append(tuple(trainer.metrics[key] for key in EXACT))
             return found, trainer.save_checkpoint(self._output / name / f"checkpoint-{to}")
 
@@ -139,6 +142,45 @@ def test_memory_is_set_aside_for_the_largest_turn(llamas: Any, tmp_path: Path) -
         with Runs(llamas, tmp_path, method_options={"switch_mode": mode}).open(mode) as model:
             shapes.append(model.plan().work.shape)
     assert shapes[0] == shapes[1] and shapes[0].first_layer == 0 and shapes[0].embeds
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+@pytest.mark.parametrize("capped", [{}, CAPPED], ids=["in RAM", "on disk"])
+def test_sharing_room_changes_no_bit(
+    capped: dict[str, str],
+    model_type: str,
+    llamas: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each block begins while experts that no token came to wait for what the block before it decided."""
+    folder = llamas.folder() if model_type == "llama" else write_mixtral(tmp_path / "model")
+    options = {"method_options": {"switch_block_every": 1}, "trainable_layers": ["first:2"]}
+    runs = Runs(llamas, tmp_path, folder, **options, **capped)
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockTraining, "turns", ())
+        expected, before = runs.steps("apart", 6, tokens=2)
+    change = WeightUpdates._change
+
+    def slowly(updates: WeightUpdates, *arguments: Any) -> None:
+        if len(updates._pending) < 4:
+            time.sleep(0.15)
+        change(updates, *arguments)
+
+    monkeypatch.setattr(WeightUpdates, "_change", slowly)
+    found, after = runs.steps("together", 6, tokens=2)
+    assert found == expected
+    assert same_files(after, before)
+
+
+def write_mixtral(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=24, num_experts_per_tok=1, max_position_embeddings=64,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def test_on_the_command_line(llamas: Any, tmp_path: Path) -> None:

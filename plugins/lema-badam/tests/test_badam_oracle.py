@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +88,7 @@ def opened(
     bound = bind_tensors(read_manifest(folder), adapter)
     model = cut_model(adapter, bound, 16_000, trained=training.weights, space=space)
     window = model.smallest_bytes if on_disk else None
-    states = StatePlan(output, *((0, 0) if on_disk else (None, None)))
+    states = StatePlan(output, *((0, 0) if on_disk else (None, None)), turns=training.turns)
     store = TensorStore(model, CpuDevice(), model.sizes(window, None, True), states=states)
     store.set_weights(lambda name, start, count: read_elements(model.originals[name], start, count).float())
     training.opened(store)
@@ -206,7 +207,7 @@ def test_twelve_steps_are_those_of_plain_torch(
 def test_an_order_that_is_drawn(root: Path, tmp_path: Path) -> None:
     folder, options = folder_of(root), {"switch_block_every": 2, "switch_mode": "random"}
     with opened(folder, tmp_path / "out", **options) as (training, runner):
-        turns = [training.turns.block(step) for step in range(0, STEPS, 2)]
+        turns = [training.schedule.block(step) for step in range(0, STEPS, 2)]
         losses, _, _ = plain_badam(folder, 1, 2, lambda number, blocks: turns[number])
         assert [make_step(training, runner, step)[0] for step in range(STEPS)] == pytest.approx(losses, rel=1e-5)
     assert turns != sorted(turns)
@@ -222,29 +223,38 @@ def test_what_is_not_its_turn_keeps_every_byte(root: Path, tmp_path: Path) -> No
             before = now
 
 
-def test_states_of_the_active_block_alone_are_touched(root: Path, tmp_path: Path) -> None:
-    """On disk, RAM is the slots that records pass through; a step writes the gradients and moments of its block."""
-    with opened(folder_of(root), tmp_path / "out", True, switch_block_every=1, switch_mode="ascending") as opened_run:
-        training, runner = opened_run
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in RAM", "on disk"])
+def test_there_is_room_for_the_states_of_one_block(on_disk: bool, root: Path, tmp_path: Path) -> None:
+    """Four bytes of a gradient and eight of moments for each number of the largest block, in whole sectors of its
+    granules; what is not its turn is not asked for."""
+    options = {"switch_block_every": 1, "switch_mode": "ascending", "layers_per_block": 2}
+    with opened(folder_of(root), tmp_path / "out", on_disk, **options) as (training, runner):
         updates, model = runner.store.updates, runner.store.model
-        sizes = {each.number: each.granule.nbytes for each in model.trained}
-        names = {each.number: model.canonical(each.parts[0].tensor) for each in model.trained}
-        assert updates.optim.disk_bytes == 2 * sum(sizes.values())
-        assert updates.optim.ram_bytes == 3 * 2 * max(sizes.values())
+        block_of = {name: number for number, block in enumerate(training.blocks) for name in block}
+        blocks: list[list[int]] = [[] for _ in training.blocks]
+        for each in model.trained:
+            blocks[block_of[model.canonical(each.parts[0].tensor)]].append(each.granule.nbytes)
+        largest = sum(max(sizes) for sizes in zip_longest(*(sorted(each)[::-1] for each in blocks), fillvalue=0))
+        assert largest <= 1.3 * max(map(sum, blocks)) and largest < 0.6 * sum(map(sum, blocks))
+        grads, optim = updates.grads.stream, updates.optim
+        assert (grads.nbytes, optim.nbytes) == (largest, 2 * largest)
+        assert grads.disk_bytes + optim.disk_bytes == (3 * largest if on_disk else 0)
+        assert optim.ram_bytes == (3 * 2 * max(map(max, blocks)) if on_disk else 2 * largest)
         taken: set[int] = set()
-        for stream in (updates.optim, updates.grads.stream):
+        for stream in (optim, grads):
             stream.take = remembering(stream.take, taken)
         for step in range(len(training.blocks)):
             make_step(training, runner, step)
             updates.flush()
-            assert taken == {number for number in names if names[number] in training.active(step)}
+            tensors = {model.canonical(part.tensor) for number in taken for part in model.trained[number].parts}
+            assert tensors == set(training.active(step))
             taken.clear()
 
 
 def remembering(take: Callable[..., Tensor], taken: set[int]) -> Callable[..., Tensor]:
-    def remembered(record: int, fresh: bool = False) -> Tensor:
-        taken.add(record)
-        return take(record, fresh)
+    def remembered(number: int, fresh: bool = False) -> Tensor:
+        taken.add(number)
+        return take(number, fresh)
 
     return remembered
 

@@ -276,6 +276,13 @@ class WeightTraining(Training):
         always so in the first one."""
         return False
 
+    @property
+    def turns(self) -> Sequence[Collection[str]]:
+        """All of ``weights``, where they train in turns: what is :meth:`active` in a step is one of these, and whenever
+        it is another than in the step before, that step :meth:`restarts`. Their states share room then. Empty: each
+        tensor has room of its own."""
+        return ()
+
     def carried(self, step: int) -> Collection[str]:
         """The tensors whose moments step ``step`` goes on from."""
         return () if self.restarts(step) else self.active(step)

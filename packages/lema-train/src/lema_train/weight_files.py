@@ -52,7 +52,7 @@ class WeightFiles:
     @property
     def nbytes(self) -> int:
         """Without exact numbers, which are few."""
-        return self.weights_nbytes + sum(self._store.updates.state_sizes)
+        return self.weights_nbytes + self._store.updates.optim.nbytes
 
     def write_weights(self, folder: Path) -> None:
         """The delta. Raises CheckpointError when the disk refuses."""

@@ -505,7 +505,8 @@ class LemaModel:
         costs = StepCosts(DryRun(self.adapter, self._model, updates, dtype, kernels, weights))
         trained = training.numbers if training is not None and not weights else 0
         codecs = self._codecs if weights else None
-        return Workload(self._model, costs, shape, typical, c.batch_size, self._longest, trained, codecs)
+        turns = training.turns if isinstance(training, WeightTraining) else ()
+        return Workload(self._model, costs, shape, typical, c.batch_size, self._longest, trained, codecs, turns)
 
     @cached_property
     def _codecs(self) -> StateCodecs:

@@ -22,7 +22,7 @@ from lema_core.store.activations import ActivationStream
 from lema_core.store.budget import BudgetPlan, BudgetRequest, StepChoice
 from lema_core.store.model import StreamedModel, WindowSizes
 from lema_core.store.placement import Tier, place
-from lema_core.store.state_plan import StateCodecs, StatePlan, grads_sizes, optim_sizes, passing_bytes
+from lema_core.store.state_plan import StateCodecs, StatePlan, Turns, grads_sizes, optim_sizes, passing_bytes
 from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE
 from lema_core.store.trace import Trace
 
@@ -87,7 +87,7 @@ class Workload:
     """What is computed: ``costs`` of its pieces, the ``shape`` of its largest steps, which memory is set aside for, and
     of a ``typical`` one, whose time is predicted (None: nothing is trained), rows and tokens of its largest
     micro-batch, and how many numbers are trained beside the weights. ``codecs``: how moments and gradients of weights
-    are kept, None where none train."""
+    are kept, None where none train; ``turns``: of these, where they share room."""
 
     model: StreamedModel
     costs: StepCosts
@@ -97,6 +97,7 @@ class Workload:
     tokens: int
     trained_numbers: int
     codecs: StateCodecs | None = None
+    turns: Turns = ()
 
 
 class RunPlan:
@@ -143,8 +144,8 @@ class RunPlan:
         given = {"grads": c.grad_acc_ram, "optim": c.opt_state_ram}
         backend = {"ram": "all", "disk": "none"}.get(c.grad_accum_backend)
         for kind, sizes in (
-            ("grads", grads_sizes(model, self.work.codecs)),
-            ("optim", optim_sizes(model, self.work.codecs)),
+            ("grads", grads_sizes(model, self.work.codecs, self.work.turns)),
+            ("optim", optim_sizes(model, self.work.codecs, self.work.turns)),
         ):
             option = {"grads": "grad_acc_ram", "optim": "opt_state_ram"}[kind]
             wanted = parse_amount(given[kind], self.machine.ram_limit, option)
@@ -165,7 +166,7 @@ class RunPlan:
         if self.work.codecs is None:
             return None
         optim, grads = self._resident_states
-        return StatePlan(Path(self._config.output_dir), optim, grads, codecs=self.work.codecs)
+        return StatePlan(Path(self._config.output_dir), optim, grads, codecs=self.work.codecs, turns=self.work.turns)
 
     def _scheduler(self, activation_bytes: int) -> Scheduler:
         # One slot more, for what comes next. Experts are read again for every group that passes a layer.

@@ -15,7 +15,7 @@ Decay d is decoupled and leaves norms and biases alone, as everywhere in lema. A
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -54,7 +54,7 @@ class BlockTraining(WeightTraining):
     ) -> None:
         super().__init__(adapter, [spec.name for spec in selection.tensors], options, lr, kernel)
         self.blocks = cut_blocks(adapter, selection.tensors, how.layers_per_block)
-        self.turns = Turns(len(self.blocks), how.switch_block_every, how.switch_mode, seed)
+        self.schedule = Turns(len(self.blocks), how.switch_block_every, how.switch_mode, seed)
         self._selection = selection
 
     @classmethod
@@ -69,14 +69,18 @@ class BlockTraining(WeightTraining):
         return cls(adapter, selection, adamw, options.learning_rate, kernel, how, options.seed)
 
     def describe(self) -> str:
-        turns = self.turns
+        turns = self.schedule
         return (
             f"{self._selection.describe()}; one of {len(self.blocks)} blocks at a time, {turns.steps} steps each, in "
             f"{turns.mode} order"
         )
 
     def active(self, step: int) -> Collection[str]:
-        return self.blocks[self.turns.block(step)]
+        return self.blocks[self.schedule.block(step)]
 
     def restarts(self, step: int) -> bool:
-        return self.turns.begins(step)
+        return self.schedule.begins(step)
+
+    @property
+    def turns(self) -> Sequence[Collection[str]]:
+        return self.blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from lema_core.store.states import FEWEST_SLOTS, StateStream
 from lema_core.store.unnamed import UnnamedFile, check_room
 from lema_core.store.updates import WeightUpdates
 from lema_core.store.window import Window
+
+#: names of tensors by the turn that they train in
+Turns = Sequence[Collection[str]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class StateCodecs:
 @dataclass(frozen=True)
 class StatePlan:
     """``optim_bytes``, ``grads_bytes``: RAM for records that never leave it, None for all. ``folder``: where the others
-    and the weights themselves have their files."""
+    and the weights themselves have their files. ``turns``: see :func:`rooms_of`."""
 
     folder: Path
     optim_bytes: int | None = None
@@ -36,19 +39,45 @@ class StatePlan:
     optim_slots: int = FEWEST_SLOTS
     grads_slots: int = FEWEST_SLOTS
     codecs: StateCodecs = StateCodecs()
+    turns: Turns = ()
 
 
-def optim_sizes(model: StreamedModel, codecs: StateCodecs) -> list[int]:
+def rooms_of(model: StreamedModel, turns: Turns) -> list[int]:
+    """The record that each trained granule has its states in.
+
+    ``turns``: names of tensors that train in turns, each of them with states that start anew: what trains in one turn
+    takes the records of what trained in another, the largest ones the largest. Empty: each granule has its own.
+    """
+    if not turns:
+        return list(range(len(model.trained)))
+    turn_of = {name: turn for turn, names in enumerate(turns) for name in names}
+    taken = [0] * len(turns)
+    rooms = [0] * len(model.trained)
+    for each in sorted(model.trained, key=lambda each: -each.granule.nbytes):
+        turn = turn_of[model.canonical(each.parts[0].tensor)]
+        rooms[each.number] = taken[turn]
+        taken[turn] += 1
+    return rooms
+
+
+def optim_sizes(model: StreamedModel, codecs: StateCodecs, turns: Turns = ()) -> list[int]:
     """Bytes of each record of moments."""
     first, second = Encoding(codecs.exp_avg, 0), Encoding(codecs.exp_avg_sq, 0)
-    counts = [each.granule.nbytes // 4 for each in model.trained]
-    return [whole_sectors(first.nbytes(n) + second.nbytes(n)) for n in counts]
+    return _sizes(model, turns, lambda n: first.nbytes(n) + second.nbytes(n))
 
 
-def grads_sizes(model: StreamedModel, codecs: StateCodecs) -> list[int]:
+def grads_sizes(model: StreamedModel, codecs: StateCodecs, turns: Turns = ()) -> list[int]:
     """Bytes of each gradient accumulator."""
-    encoding = Encoding(codecs.grads, 0)
-    return [whole_sectors(encoding.nbytes(each.granule.nbytes // 4)) for each in model.trained]
+    return _sizes(model, turns, Encoding(codecs.grads, 0).nbytes)
+
+
+def _sizes(model: StreamedModel, turns: Turns, nbytes: Callable[[int], int]) -> list[int]:
+    """Of each record; ``nbytes`` of so many numbers."""
+    rooms = rooms_of(model, turns)
+    sizes = [0] * (max(rooms) + 1)
+    for room, each in zip(rooms, model.trained, strict=True):
+        sizes[room] = max(sizes[room], whole_sectors(nbytes(each.granule.nbytes // 4)))
+    return sizes
 
 
 def passing_bytes(model: StreamedModel, codecs: StateCodecs) -> int:
@@ -63,29 +92,33 @@ def open_updates(model: StreamedModel, plan: StatePlan, window: Window, expert_w
     """Make files and memory as ``plan`` says. Raises TransferError where the disk has no room."""
     most = max(each.granule.nbytes for each in model.trained) // 4
     codecs = plan.codecs
-    grads_of, optim_of = grads_sizes(model, codecs), optim_sizes(model, codecs)
-    grads_in_ram = _resident(model.trained, grads_of, plan.grads_bytes)
-    optim_in_ram = _resident(model.trained, optim_of, plan.optim_bytes)
+    rooms = rooms_of(model, plan.turns)
+    grads_of, optim_of = grads_sizes(model, codecs, plan.turns), optim_sizes(model, codecs, plan.turns)
+    grads_in_ram = _resident(model.trained, rooms, grads_of, plan.grads_bytes)
+    optim_in_ram = _resident(model.trained, rooms, optim_of, plan.optim_bytes)
     # Each file alone may find room that all together have not.
     on_disk = model.space.nbytes + sum(grads_of) + sum(optim_of)
     on_disk -= sum(grads_of[i] for i in grads_in_ram) + sum(optim_of[i] for i in optim_in_ram)
     check_room(plan.folder, on_disk, "weights, optimizer states and gradients")
     file = UnnamedFile(plan.folder, "weights")
     file.reserve(model.space.nbytes)
-    grads = StateStream("grads", grads_of, grads_in_ram, plan.grads_slots, plan.folder)
-    optim = StateStream("optim", optim_of, optim_in_ram, plan.optim_slots, plan.folder)
+    grads = StateStream("grads", grads_of, grads_in_ram, plan.grads_slots, plan.folder, rooms)
+    optim = StateStream("optim", optim_of, optim_in_ram, plan.optim_slots, plan.folder, rooms)
     states = {"exp_avg": Encoding(codecs.exp_avg, most), "exp_avg_sq": Encoding(codecs.exp_avg_sq, most)}
     gradients = GradientStream(model, grads, Encoding(codecs.grads, most))
     return WeightUpdates(model, file, optim, gradients, states, Encoding(codecs.grads, most), window, expert_window)
 
 
-def _resident(trained: Sequence[TrainedGranule], sizes: Sequence[int], nbytes: int | None) -> list[int]:
+def _resident(
+    trained: Sequence[TrainedGranule], rooms: Sequence[int], sizes: Sequence[int], nbytes: int | None
+) -> list[int]:
     """Records that stay in RAM: first those outside blocks, which several parts of a step add to."""
     found: list[int] = []
-    for each in sorted(trained, key=lambda each: each.granule.layer is not None):
+    ordered = sorted(trained, key=lambda each: each.granule.layer is not None)
+    for room in dict.fromkeys(rooms[each.number] for each in ordered):
         if nbytes is not None:
-            if sizes[each.number] > nbytes:
+            if sizes[room] > nbytes:
                 break
-            nbytes -= sizes[each.number]
-        found.append(each.number)
+            nbytes -= sizes[room]
+        found.append(room)
     return found

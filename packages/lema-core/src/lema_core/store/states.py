@@ -41,13 +41,23 @@ class _Slot(Enum):
 
 class StateStream:
     """Records 0, 1, ... of ``sizes`` bytes. ``resident``: those that never leave RAM; the others go to an unnamed file
-    in ``folder`` and pass through ``n_slots`` slots. ``kind``: ``optim`` or ``grads``.
+    in ``folder`` and pass through ``n_slots`` slots. ``kind``: ``optim`` or ``grads``. ``rooms``: the record of each
+    number that others ask by; numbers of one record are asked for one after the other, and lose what they had.
 
     A record that was never given back is zeros. Several threads may take records, each at most one at a time.
     """
 
-    def __init__(self, kind: str, sizes: Sequence[int], resident: Collection[int], n_slots: int, folder: Path) -> None:
+    def __init__(
+        self,
+        kind: str,
+        sizes: Sequence[int],
+        resident: Collection[int],
+        n_slots: int,
+        folder: Path,
+        rooms: Sequence[int] | None = None,
+    ) -> None:
         self.kind = kind
+        self.rooms = range(len(sizes)) if rooms is None else rooms
         self._sizes = [whole_sectors(size) for size in sizes]
         self._fixed: dict[int, Tensor] = {}
         self._offsets: dict[int, int] = {}
@@ -101,13 +111,18 @@ class StateStream:
         return self._resident_bytes + self.n_slots * self._largest
 
     @property
+    def nbytes(self) -> int:
+        """Of all records, wherever they are."""
+        return sum(self._sizes)
+
+    @property
     def disk_bytes(self) -> int:
         return sum(self._sizes[i] for i in self._offsets)
 
     def announce(self, order: Iterable[int]) -> None:
-        """Records will be taken in this order: they are read ahead of it."""
+        """Numbers will be asked for in this order: their records are read ahead of it."""
         with self._moved:
-            self._ahead = deque(i for i in order if i in self._offsets)
+            self._ahead = deque(i for i in (self.rooms[number] for number in order) if i in self._offsets)
             self._moved.notify_all()
 
     def withdraw(self) -> None:
@@ -119,9 +134,10 @@ class StateStream:
                     self._settle(slot, _Slot.CLEAN)
             self._moved.notify_all()
 
-    def take(self, record: int, fresh: bool = False) -> Tensor:
+    def take(self, number: int, fresh: bool = False) -> Tensor:
         """uint8 [bytes of the record], to be changed in place until it is given back. ``fresh``: zeros, whatever was
         there. Raises TransferError where the disk failed."""
+        record = self.rooms[number]
         held = self._fixed.get(record)
         if held is not None:
             return held.zero_() if fresh else held
@@ -135,9 +151,10 @@ class StateStream:
             self.wait_s += time.perf_counter() - started
         return memory
 
-    def give(self, record: int, changed: bool = True, more: bool = False, keep: bool = True) -> None:
+    def give(self, number: int, changed: bool = True, more: bool = False, keep: bool = True) -> None:
         """The record is given back. ``more``: it will be changed again soon, and is written only where its slot is
         needed. ``keep`` False: nobody will read it again."""
+        record = self.rooms[number]
         if record in self._fixed:
             return
         with self._moved:
@@ -156,6 +173,15 @@ class StateStream:
             else:
                 self._queue(slot)
             self._moved.notify_all()
+
+    def settle(self, number: int) -> None:
+        """Nothing more is changed of a record that was given back with ``more``."""
+        record = self.rooms[number]
+        with self._moved:
+            slot = self._slot_of.get(record)
+            if slot is not None and self._state[slot] is _Slot.CHANGED:
+                self._queue(slot)
+                self._moved.notify_all()
 
     def forget(self) -> None:
         """All records are zeros again, or whatever; the next to take one takes it fresh."""

@@ -126,7 +126,11 @@ class WeightUpdates:
         #: the pass under way, and how many orders the thread has not carried out
         self._view: PassView | None = None
         self._orders = 0
-        grads.before_zeros = self._await_number
+        #: by record of gradients: the granules that have it in turn
+        self._of_room: dict[int, list[int]] = {}
+        for number, room in enumerate(grads.stream.rooms):
+            self._of_room.setdefault(room, []).append(number)
+        grads.before_zeros = self._await_room
         self._jobs: SimpleQueue[tuple[PassView | None, list[_Job]] | None] = SimpleQueue()
         self._thread = Thread(target=self._serve, name="lema-update", daemon=True)
         self._thread.start()
@@ -241,6 +245,11 @@ class WeightUpdates:
         number = self._numbers.get((region, granule))
         if number is not None:
             self._await_number(number)
+
+    def _await_room(self, number: int) -> None:
+        """Called before a gradient begins: what was in its record before is not lost."""
+        for each in self._of_room[self.grads.stream.rooms[number]]:
+            self._await_number(each)
 
     def _await_number(self, number: int) -> None:
         if number in self._pending:
