@@ -9,20 +9,25 @@ import sys
 import textwrap
 import time
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lema import LemaConfig, LemaModel
 from lema_core import hookspecs
+from lema_core.adapter import ModelAdapter
 from lema_core.errors import CheckpointError, ConfigError
+from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.plugins import get_plugin_manager
 from lema_core.records import TrainingMethod
+from lema_core.runtime.runner import TrainPass
 from lema_core.store.updates import WeightUpdates
+from lema_core.training import Outcome, SavedRun, Training
 
 BlockTraining = pytest.importorskip("lema_badam.method").BlockTraining
 
@@ -228,3 +233,102 @@ def test_the_method_in_the_hooks_example_trains(llamas: Any, tmp_path: Path, mon
         model.save_pretrained(tmp_path / "norms" / "saved")
     assert losses[2] < losses[1] < losses[0]
     assert all("norm" in name for name in load_file(tmp_path / "norms" / "saved" / "delta.safetensors"))
+
+
+class OnlyB(Training):
+    """LoRA whose A stays as it was drawn (Zhang et al. 2023, arXiv:2308.03303), on q_proj: updates beside the weights,
+    with files of its own and whatever optimizer it is given."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        specs = [spec for spec in adapter.linear_modules() if spec.module.endswith("q_proj")]
+        generator = torch.Generator().manual_seed(0)
+        self.updates = {
+            spec.module: LowRankUpdate(
+                torch.randn(2, spec.shape[1], generator=generator).requires_grad_(),
+                torch.zeros(spec.shape[0], 2).requires_grad_(),
+                1.0,
+                0.0,
+            )
+            for spec in specs
+        }
+
+    @classmethod
+    def create(cls, adapter: ModelAdapter, options: Any, device: torch.device, kernel: object) -> OnlyB:
+        return cls(adapter)
+
+    def describe(self) -> str:
+        return f"B of {len(self.updates)} modules trains"
+
+    @property
+    def numbers(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def rate(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    def parameters(self) -> list[Any]:
+        return [update.lora_B for update in self.updates.values()]
+
+    def files(self, adapter: ModelAdapter, base_name: str) -> BFiles:
+        return BFiles(self)
+
+    def train_pass(self, step: int, seed: int) -> TrainPass:
+        return TrainPass(0, seed)
+
+    def begin_step(self, step: int, lr: float | None = None, waits: bool = True) -> None:
+        self.discard_step()
+
+    def finish_step(self, lr: float | None, max_norm: float | None, loss_scale: float) -> Outcome:
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+        return Outcome(sum(float(parameter.grad.norm()) for parameter in self.parameters()))
+
+    def discard_step(self) -> None:
+        for update in self.updates.values():
+            update.lora_A.grad = update.lora_B.grad = None
+
+
+@dataclass
+class BFiles:
+    training: OnlyB
+
+    @property
+    def weights_nbytes(self) -> int:
+        return 4 * self.training.numbers
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights_nbytes
+
+    def write_weights(self, folder: Path) -> None:
+        tensors = {name: update.lora_B.detach() for name, update in self.training.updates.items()}
+        save_file(tensors, folder / "b.safetensors")
+
+    def states(self, step: int) -> list[Any]:
+        return []
+
+    def read(self, folder: Path, states: object, saved: SavedRun) -> None:
+        for name, value in load_file(folder / "b.safetensors").items():
+            self.training.updates[name].lora_B.data.copy_(value)
+
+
+def test_updates_that_are_not_lora_train_and_are_saved(
+    llamas: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = get_plugin_manager()
+    methods = {**manager.training_methods(), "only_b": TrainingMethod("only_b", method=f"{__name__}:OnlyB")}
+    monkeypatch.setattr(manager, "training_methods", lambda: methods)
+    runs = Runs(llamas, tmp_path, training_mode="only_b", lr_schedule="constant")
+    found = []
+    for resume in (None, tmp_path / "saved"):
+        with runs.open(f"resume {resume is not None}") as model:
+            assert model.lora is None and len(model.get_trainable_parameters()) == 4
+            trainer = model.get_trainer(torch.optim.SGD(model.get_trainable_parameters(), 1.0))
+            if resume is not None:
+                trainer.load_checkpoint(resume)
+            found += [trainer.train_step(rows(0), return_logits=False)[1] for _ in range(2)]
+            trainer.save_checkpoint(tmp_path / "saved")
+            model.save_pretrained(tmp_path / "weights")
+    assert sorted(found, reverse=True) == found and len(set(found)) == 4
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["b.safetensors"]
