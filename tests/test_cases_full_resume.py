@@ -79,6 +79,21 @@ class Runs:
                 between(model)
             return figures, trainer.save_checkpoint(self.output / output / f"checkpoint-{to}")
 
+    def only_computed(self, checkpoint: Path) -> torch.Tensor:
+        """Logits of the weights of a checkpoint, without room for training them."""
+        config = LemaConfig(
+            model_name_or_path=str(self.folder),
+            output_dir=str(self.output / "looked"),
+            device="cpu",
+            weights_ram="150KB",
+        )
+        with LemaModel(config) as model:
+            model.load_delta(checkpoint, trains=False)
+            logits = model.logits(rows(50))
+            assert model.stats().keys() == {"weights", "activations"}
+        assert not (self.output / "looked").exists()
+        return logits
+
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +161,7 @@ def test_saving_evaluating_and_generating_between_steps_changes_nothing(
     assert all(torch.equal(one, again) for one, again in answers[1::2])
     with LemaModel.from_pretrained(end, device="cpu") as model:
         assert torch.equal(model.logits(rows(50)), answers[-1][0])
+    assert torch.equal(made.only_computed(end), answers[-1][0])
 
 
 def test_experts_are_the_same_with_and_without_saving(llamas: Any, tmp_path: Path, small_pieces: None) -> None:
@@ -156,6 +172,8 @@ def test_experts_are_the_same_with_and_without_saving(llamas: Any, tmp_path: Pat
     saving, saved = made.steps("saving", 5, saves=(1, 2, 4), **options)
     assert saving == straight
     assert_same_files(end, saved)
+    with LemaModel.from_pretrained(end, output_dir=str(tmp_path / "again")) as model:
+        assert torch.equal(model.logits(rows(50)), made.only_computed(end))
     again, resumed = made.steps("resumed", 5, resume=made.output / "saving" / "checkpoint-2", **options)
     assert again == straight[2:]
     assert_same_files(end, resumed)

@@ -9,6 +9,7 @@ import errno
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from lema_core.errors import TransferError
@@ -31,9 +32,14 @@ class UnnamedFile:
     def __init__(self, folder: Path, holds: str) -> None:
         self.folder = folder
         self._holds = holds
+        made = not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.descriptor, self.direct = _create(folder)
+            if made:
+                # A file without a name needs no folder; one that somebody has put a file into stays.
+                with suppress(OSError):
+                    folder.rmdir()
         except OSError as error:
             raise TransferError(f"{folder}: cannot keep {holds} there: {error.strerror}") from error
 
