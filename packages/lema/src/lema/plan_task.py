@@ -34,7 +34,7 @@ def print_plan(config: LemaConfig, out: TextIO) -> None:
     where a run cannot fit.
     """
     with LemaModel(config) as model:
-        selected = model.initialize_lora()
+        selected = model.initialize_training()
         if config.train_file is not None:
             model.expect_tokens(*_rows(model, config))
         machine = None if config.hardware is None else named_machine(config, read_hardware(config.hardware))
@@ -141,6 +141,9 @@ def _moved(run: RunPlan) -> Iterator[Row]:
     yield Row("weights, disk to RAM", format_bytes(step.read_bytes))
     if not run.machine.shares_ram:
         yield Row("weights, RAM to device", format_bytes(step.copied_bytes))
+    if run.state_traffic is not None:
+        yield Row("moments, gradients, new weights", f"{format_bytes(run.state_traffic.written_bytes)} to disk")
+        yield Row("the same, disk to RAM", format_bytes(run.state_traffic.read_bytes))
     # Which rows a step needs, and which of them are there already, only its tokens say.
     yield Row("embedding rows, disk to RAM", f"at most {format_bytes(run.work.typical.tokens * model.row_bytes)}")
     below = {tier: sum(sizes) for tier, sizes in run.typical_boundaries.items() if sizes and tier is not Tier.DEVICE}

@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from lema.config import LemaConfig, MemoryStrategy
+from lema.state_shares import StateShares
 from lema_core.budgets import parse_amount
 from lema_core.device import Device
 from lema_core.errors import BudgetError
@@ -16,13 +17,14 @@ from lema_core.memory import process_memory_limit, rss_bytes
 from lema_core.planning.flight import FlightCheck, propose
 from lema_core.planning.hardware import Hardware
 from lema_core.planning.predict import SteadyStep, StepPrediction, compute_s, predict_step, smallest_memory, steady_step
+from lema_core.planning.states import StateTraffic, state_traffic
 from lema_core.plugins import get_plugin_manager
 from lema_core.runtime.schedule import Scheduler, StepCosts, StepSchedule, StepShape
 from lema_core.store.activations import ActivationStream
 from lema_core.store.budget import BudgetPlan, BudgetRequest, StepChoice
 from lema_core.store.model import StreamedModel, WindowSizes
 from lema_core.store.placement import Tier, place
-from lema_core.store.state_plan import StateCodecs, StatePlan, Turns, grads_sizes, optim_sizes, passing_bytes
+from lema_core.store.state_plan import StateCodecs, StatePlan, Turns
 from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE
 from lema_core.store.trace import Trace
 
@@ -107,11 +109,15 @@ class RunPlan:
         self.machine = machine
         self.work = work
         self._config = config
-        #: RAM for moments and for gradients of weights that need not leave it
-        self._resident_states = (0, 0)
-        self.budget = self._share()
+        #: of weights that train
+        self._shares: StateShares | None = None
         if work.codecs is not None:
-            self._keep_states()
+            self._shares = StateShares(config, machine.ram_limit, work.model, work.codecs, work.turns)
+        self.budget = self._share()
+        if self._shares is not None:
+            spare = self.budget.activations - max(choice.activations for choice in self._choices)
+            taken = self._shares.take(max(0, spare))
+            self.budget = replace(self.budget, activations=self.budget.activations - taken)
         self.sizes: WindowSizes = work.model.sizes(self.budget.ram, self.budget.device, machine.shares_ram)
         self.scheduler = self._scheduler(self.budget.activations)
         self.prefetch_distance = config.prefetch_distance or self._proposed_distance()
@@ -129,44 +135,18 @@ class RunPlan:
     @property
     def states_bytes(self) -> int:
         """Gradients and moments of what is trained, and the numbers themselves where they are not there yet."""
-        if self.work.codecs is not None:
-            return passing_bytes(self.work.model, self.work.codecs) + sum(self._resident_states)
+        if self._shares is not None:
+            return self._shares.nbytes
         numbers = _NUMBER_BYTES if self.machine.flight is None else 0
         return (numbers + _GRADIENT_BYTES + _MOMENT_BYTES) * self.work.trained_numbers
 
-    def _keep_states(self) -> None:
-        """Give what weights and activations leave to the states of weights: a byte kept is one read and one written
-        less in each step, of moments and of gradients alike."""
-        c, model, budget = self._config, self.work.model, self.budget
-        most = max(choice.activations for choice in self._choices)
-        spare = max(0, budget.activations - most)
-        kept = []
-        given = {"grads": c.grad_acc_ram, "optim": c.opt_state_ram}
-        backend = {"ram": "all", "disk": "none"}.get(c.grad_accum_backend)
-        for kind, sizes in (
-            ("grads", grads_sizes(model, self.work.codecs, self.work.turns)),
-            ("optim", optim_sizes(model, self.work.codecs, self.work.turns)),
-        ):
-            option = {"grads": "grad_acc_ram", "optim": "opt_state_ram"}[kind]
-            wanted = parse_amount(given[kind], self.machine.ram_limit, option)
-            if kind == "grads" and backend is not None:
-                wanted = sum(sizes) if backend == "all" else 0
-            nbytes = min(sum(sizes), spare if wanted is None else wanted)
-            if nbytes > spare + (0 if wanted is None else budget.activations - self._choices[0].activations - spare):
-                raise BudgetError(
-                    f"{option}: {nbytes:,} bytes are given, {spare:,} are left beside weights and activations; lower it"
-                )
-            spare = max(0, spare - nbytes)
-            kept.append(nbytes)
-        self._resident_states = kept[1], kept[0]
-        self.budget = replace(budget, activations=budget.activations - sum(kept))
-
     def states(self) -> StatePlan | None:
         """How moments and gradients of weights are kept, None where none train."""
-        if self.work.codecs is None:
+        if self._shares is None:
             return None
-        optim, grads = self._resident_states
-        return StatePlan(Path(self._config.output_dir), optim, grads, codecs=self.work.codecs, turns=self.work.turns)
+        shares, work = self._shares, self.work
+        folder = Path(self._config.output_dir)
+        return StatePlan(folder, shares.optim, shares.grads, codecs=work.codecs, turns=work.turns)
 
     def _scheduler(self, activation_bytes: int) -> Scheduler:
         # One slot more, for what comes next. Experts are read again for every group that passes a layer.
@@ -264,8 +244,23 @@ class RunPlan:
     @cached_property
     def prediction(self) -> StepPrediction:
         """Time and traffic of a typical step, once steps like it went before."""
-        granules = self.work.model.layout.granules
-        return predict_step(self.trace, self.steady.plan, granules, self.machine.rates)
+        granules, rates = self.work.model.layout.granules, self.machine.rates
+        step = predict_step(self.trace, self.steady.plan, granules, rates)
+        if self.state_traffic is None:
+            return step
+        moved = self.state_traffic.read_bytes + self.state_traffic.written_bytes
+        disk_s = step.disk_s + moved / rates.disk_bytes_per_s
+        step_s = max(step.step_s, disk_s)
+        return replace(step, step_s=step_s, wait_s=step.wait_s + step_s - step.step_s, disk_s=disk_s)
+
+    @cached_property
+    def state_traffic(self) -> StateTraffic | None:
+        """What a step moves for weights that train beside reading them, None where none do."""
+        states, c = self.states(), self._config
+        if states is None:
+            return None
+        stores_gradients = c.skip_nonfinite or c.max_grad_norm is not None
+        return state_traffic(self.work.model, states, self.steady.plan.near, stores_gradients)
 
     @cached_property
     def boundaries(self) -> dict[Tier, list[int]]:

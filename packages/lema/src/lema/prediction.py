@@ -48,11 +48,13 @@ def predicted(run: RunPlan) -> dict[str, Any]:
     step, tiers = run.prediction, tier_memory(run)
     spilled = sum(map(whole_sectors, run.typical_boundaries[Tier.DISK]))
     inputs = {tier: sum(sizes) for tier, sizes in run.boundaries.items()}
+    states = run.state_traffic
     return {
         "step_s": step.step_s,
         "wait_s": step.wait_s,
         "bound_by": step.bound_by,
-        "read_bytes": step.read_bytes + spilled,
+        "read_bytes": step.read_bytes + spilled + (0 if states is None else states.read_bytes),
+        "written_bytes": spilled + (0 if states is None else states.written_bytes),
         "copied_bytes": step.copied_bytes,
         "device_peak_bytes": tiers["device"].weights + inputs[Tier.DEVICE] if "device" in tiers else 0,
         "ram_peak_bytes": tiers["ram"].weights + inputs[Tier.RAM if "device" in tiers else Tier.DEVICE],
@@ -68,7 +70,9 @@ def measured(steps: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
         return None
     typical = steps[1:] or steps
     return {
-        **{name: median(step[name] for step in typical) for name in ("step_s", "wait_s", "read_bytes")},
+        **{
+            name: median(step[name] for step in typical) for name in ("step_s", "wait_s", "read_bytes", "written_bytes")
+        },
         **{name: max(step[name] for step in steps) for name in ("device_peak_bytes", "ram_peak_bytes")},
         "process_peak_bytes": max(step["rss_peak_bytes"] for step in steps),
     }

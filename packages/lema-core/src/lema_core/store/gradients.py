@@ -72,24 +72,23 @@ class GradientStream(Gradients):
 
     @contextmanager
     def borrow(self, part: Part) -> Iterator[Tensor]:
-        number = self._numbers[part]
-        with self._taken(number, more=True) as numbers:
-            yield numbers_of(part, numbers).view(part.shape)
+        with self._taken(self._numbers[part]) as numbers:
+            total = numbers_of(part, numbers)
+            yield total.view(part.shape)
+            # Now, since a record that left RAM meanwhile would be read once more for it.
+            self._norms[part] = _norm(total)
 
     def complete(self, layer: int | None) -> None:
         active = set(self.numbers)
         for each in self._of_layer.get(layer, ()):
             if each.number not in active:
                 continue
-            with self._taken(each.number, more=self.done is not None) as numbers:
-                for part in each.parts:
-                    self._norms[part] = torch.linalg.vector_norm(numbers_of(part, numbers), dtype=torch.float32).item()
-                    if not math.isfinite(self._norms[part]):
-                        # the squares of finite values above 1.8e19 overflow in fp32
-                        self._norms[part] = torch.linalg.vector_norm(
-                            numbers_of(part, numbers), dtype=torch.float64
-                        ).item()
-            if self.done is not None:
+            if each.number not in self._begun:
+                with self._taken(each.number):
+                    pass
+            if self.done is None:
+                self.stream.settle(each.number)
+            else:
                 self.done(each.number)
 
     def norm(self) -> tuple[float, str | None]:
@@ -97,12 +96,12 @@ class GradientStream(Gradients):
         the order in which gradients were complete does not matter."""
         for number in self.numbers:
             for part in self._model.trained[number].parts:
-                if not math.isfinite(self._norms[part]):
-                    return self._norms[part], self._model.canonical(part.tensor)
+                if not math.isfinite(norm := self._norms.get(part, 0.0)):
+                    return norm, self._model.canonical(part.tensor)
         return math.sqrt(math.fsum(norm * norm for norm in self._norms.values())), None
 
     @contextmanager
-    def _taken(self, number: int, more: bool) -> Iterator[Tensor]:
+    def _taken(self, number: int) -> Iterator[Tensor]:
         """fp32 numbers of a record, padding included, changed in place."""
         fresh = number not in self._begun
         if fresh and self.before_zeros is not None:
@@ -113,10 +112,18 @@ class GradientStream(Gradients):
             with self.encoding.decoded(record, self._model.trained[number].granule.nbytes // 4) as numbers:
                 yield numbers
         finally:
-            self.stream.give(number, changed=True, more=more)
+            self.stream.give(number, changed=True, more=True)
 
 
 def numbers_of(part: Part, numbers: Tensor) -> Tensor:
     """What a part has of its granule's fp32 numbers."""
     start = part.offset // numbers.itemsize
     return numbers[start : start + math.prod(part.shape)]
+
+
+def _norm(gradient: Tensor) -> float:
+    norm = torch.linalg.vector_norm(gradient, dtype=torch.float32).item()
+    if not math.isfinite(norm):
+        # the squares of finite values above 1.8e19 overflow in fp32
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64).item()
+    return norm

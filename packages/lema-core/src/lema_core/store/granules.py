@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SECTOR_BYTES = 4096
 MAX_GRANULE_BYTES = 32_000_000
 #: where weights train: beside such a granule lie a gradient and two moments of its size
-MAX_TRAINED_GRANULE_BYTES = 16_000_000
+MAX_TRAINED_GRANULE_BYTES = 8_000_000
 #: a tensor of a working file starts at a multiple of this
 _TENSOR_ALIGNMENT_BYTES = 64
 #: what handling one more granule costs, as bytes that could have been read meanwhile

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lema_core.store.codec import Encoding, StateCodecClass
 from lema_core.store.gradients import GradientStream
@@ -94,19 +95,33 @@ def open_updates(model: StreamedModel, plan: StatePlan, window: Window, expert_w
     codecs = plan.codecs
     rooms = rooms_of(model, plan.turns)
     grads_of, optim_of = grads_sizes(model, codecs, plan.turns), optim_sizes(model, codecs, plan.turns)
-    grads_in_ram = _resident(model.trained, rooms, grads_of, plan.grads_bytes)
-    optim_in_ram = _resident(model.trained, rooms, optim_of, plan.optim_bytes)
+    in_ram = records_in_ram(model, plan)
     # Each file alone may find room that all together have not.
     on_disk = model.space.nbytes + sum(grads_of) + sum(optim_of)
-    on_disk -= sum(grads_of[i] for i in grads_in_ram) + sum(optim_of[i] for i in optim_in_ram)
+    on_disk -= sum(grads_of[i] for i in in_ram.grads) + sum(optim_of[i] for i in in_ram.optim)
     check_room(plan.folder, on_disk, "weights, optimizer states and gradients")
     file = UnnamedFile(plan.folder, "weights")
     file.reserve(model.space.nbytes)
-    grads = StateStream("grads", grads_of, grads_in_ram, plan.grads_slots, plan.folder, rooms)
-    optim = StateStream("optim", optim_of, optim_in_ram, plan.optim_slots, plan.folder, rooms)
+    grads = StateStream("grads", grads_of, in_ram.grads, plan.grads_slots, plan.folder, rooms)
+    optim = StateStream("optim", optim_of, in_ram.optim, plan.optim_slots, plan.folder, rooms)
     states = {"exp_avg": Encoding(codecs.exp_avg, most), "exp_avg_sq": Encoding(codecs.exp_avg_sq, most)}
     gradients = GradientStream(model, grads, Encoding(codecs.grads, most))
     return WeightUpdates(model, file, optim, gradients, states, Encoding(codecs.grads, most), window, expert_window)
+
+
+class InRam(NamedTuple):
+    """Numbers of the records that never leave RAM."""
+
+    grads: list[int]
+    optim: list[int]
+
+
+def records_in_ram(model: StreamedModel, plan: StatePlan) -> InRam:
+    """What ``plan`` keeps of each stream."""
+    rooms = rooms_of(model, plan.turns)
+    grads = _resident(model.trained, rooms, grads_sizes(model, plan.codecs, plan.turns), plan.grads_bytes)
+    optim = _resident(model.trained, rooms, optim_sizes(model, plan.codecs, plan.turns), plan.optim_bytes)
+    return InRam(grads, optim)
 
 
 def _resident(
