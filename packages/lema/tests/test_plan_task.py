@@ -178,16 +178,39 @@ def test_what_was_measured_leaves_out_the_first_step_but_not_its_peak() -> None:
     steps = [
         {
             "step_s": seconds, "wait_s": seconds / 10, "read_bytes": read + 7, "demand_bytes": 7,
+            "written_bytes": read,
             "device_peak_bytes": 0, "ram_peak_bytes": peak, "rss_peak_bytes": 10 * peak,
         }
         for seconds, read, peak in ((9.0, 900, 70), (1.0, 100, 60), (3.0, 300, 60), (2.0, 200, 60))
     ]  # fmt: skip
     found = measured(iter(steps))
     assert found == {
-        "step_s": 2.0, "wait_s": 0.2, "read_bytes": 200, "device_peak_bytes": 0, "ram_peak_bytes": 70,
-        "process_peak_bytes": 700,
+        "step_s": 2.0, "wait_s": 0.2, "read_bytes": 200, "written_bytes": 200, "device_peak_bytes": 0,
+        "ram_peak_bytes": 70, "process_peak_bytes": 700,
     }  # fmt: skip
     assert measured(steps[:1])["step_s"] == 9.0 and measured([]) is None
+
+
+def test_a_plan_of_weights_that_train_says_what_their_states_move(
+    config: Callable[..., LemaConfig], tmp_path: Path, make_rows: Any
+) -> None:
+    """Bytes written as planned; reads, but for what is still in a slot when it is wanted again."""
+    rows = make_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7, 8, 9, 10]}] * 6)
+    options = {
+        "training_mode": "selective_full",
+        "lora_rank": 16,
+        "weights_ram": "300KB",
+        "opt_state_ram": "1B",
+        "grad_acc_ram": "1B",
+    }
+    run = config(task="train", train_file=str(rows), max_steps=6, **options)
+    out = io.StringIO()
+    print_plan(config(task="plan", **options), out)
+    assert "moments, gradients, new weights" in out.getvalue()
+    summary = tasks.train(run)
+    prediction, found = summary["prediction"], summary["measured"]
+    assert found["written_bytes"] == prediction["written_bytes"] > 0
+    assert 0.6 * prediction["read_bytes"] <= found["read_bytes"] <= prediction["read_bytes"]
 
 
 def test_a_run_writes_the_prediction_beside_what_was_measured(
