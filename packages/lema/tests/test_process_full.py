@@ -91,15 +91,24 @@ def only_known(out: Path, running: bool = False) -> None:
     assert not [path for path in out.rglob("*") if path.suffix == ".partial"]
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kills", "mode"),
+    [
+        (3, []),
+        pytest.param(50, [], marks=pytest.mark.slow),
+        pytest.param(
+            20, ["opt_state_bits=8", "grad_acc_bits=8", "trainable_layers=[emb,last:1]"], marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_kills_lose_nothing_but_steps_after_the_checkpoint_that_is_named(
-    kills: int, options: list[str], lema: Any, read_steps: Any
+    kills: int, mode: list[str], options: list[str], lema: Any, read_steps: Any
 ) -> None:
     """Killed at random moments of steps and of saves. Every checkpoint is, bit for bit, that of the run that was never
     killed, the next run goes on from the newest, and finds and removes what lies beside."""
     straight, out, moments = lema.cwd / "straight", lema.cwd / "out", random.Random(kills)
     steps = 4 * kills + 4
-    options = [*options, f"max_steps={steps}", "save_steps=1"]
+    options = [*options, *mode, f"max_steps={steps}", "save_steps=1"]
     lema.ok(*options, "output_dir=straight", before=PIECES)
     newest, parts, removed = 0, 0, 0
     for kill in range(kills):
@@ -256,6 +265,35 @@ def test_b09_a_disk_that_is_full_keeps_the_old_checkpoint(options: list[str], le
     run = lema.ok(*options, "max_steps=2")
     assert "going on from" in run.out and "removed checkpoint-1 (save_total_limit=1)" in run.out
     assert [step for step, _ in find_checkpoints(out)] == [2]
+
+
+def test_b09_a_disk_that_fills_up_in_a_step_keeps_the_old_checkpoint(options: list[str], lema: Any) -> None:
+    """The working files have no room any more: the run ends, with their figures, and goes on where there is room."""
+    options = [*options, "output_dir=out", "save_steps=2", "resume=auto"]
+    full = (
+        "import errno\n"
+        "from lema_core.store.unnamed import UnnamedFile\n"
+        "from lema_train.trainer import Trainer\n"
+        "step = Trainer.train_micro_batches\n"
+        "def refuse(*given): raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "def then_full(trainer, *given):\n"
+        "    if trainer.step == 3: UnnamedFile.write = refuse\n"
+        "    return step(trainer, *given)\n"
+        "Trainer.train_micro_batches = then_full"
+    )
+    error = lema.error(*options, "max_steps=6", before=PIECES + full)
+    out = lema.cwd / "out"
+    assert re.search(
+        r"out: (weights|optimizer states|gradients) cannot be written there: No space left on device: [\d,]+ "
+        r"bytes needed, [\d,]+ free: make room",
+        error,
+    )
+    assert [verify(path).step for _, path in find_checkpoints(out)] == [2]
+    only_known(out)
+    run = lema.ok(*options, "max_steps=6", before=PIECES)
+    assert f"going on from {out / 'checkpoint-2'} at step 2" in run.out
+    lema.ok(*options[:-3], "output_dir=straight", "max_steps=6", before=PIECES)
+    assert same_files(out / "checkpoint-6", lema.cwd / "straight" / "checkpoint-6")
 
 
 def test_b08_a_save_that_dies_in_any_file_is_never_gone_on_from(options: list[str], lema: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema_core.errors import DataError, NonFiniteError
+from lema_core.errors import ConfigError, DataError, NonFiniteError
 from lema_core.memory import peak_rss_bytes
 from lema_core.runtime.batch import TokenBatch, total_targets
 from lema_core.runtime.runner import ModelRunner
@@ -256,10 +256,16 @@ class Trainer:
         """Go on from a checkpoint: weights, moments, step and data position. Options given now win over those of the
         checkpoint.
 
-        Raises CheckpointError when it is incomplete or of another training, ConfigError when the LoRA options differ.
+        Raises CheckpointError when it is incomplete or of another training, ConfigError when its options were others.
         """
         path = Path(path)
         state, tensors = read_checkpoint(path)
+        own, other = (config.get("training_mode") for config in (self.options.config, state.config))
+        if own is not None and other is not None and own != other:
+            raise ConfigError(
+                f"{path}: written by a run with training_mode={other}, and training_mode is {own}: give the one that "
+                "it had, or another output_dir"
+            )
         self._files.read(path, tensors, state)
         self.step, self.epoch, self.step_in_epoch = state.step, state.epoch, state.step_in_epoch
         self.tokens, self.skipped_steps = state.tokens, state.skipped_steps
