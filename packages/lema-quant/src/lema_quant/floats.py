@@ -34,6 +34,8 @@ _STEPS = 252
 #: 4 e + j of the finest step, 512: a multiple of it has its seven lowest bits free
 _FINEST = 28
 _INDEX = 127
+#: the sign, the exponent and two more bits of the fp32 number 4
+_FOUR = (127 + 2) << 2
 #: the bits of 2^127: from here on a number counts as infinite, a step above it might be
 _INFINITE = 0x7F000000
 _NAN = 0x7FC00000
@@ -52,10 +54,11 @@ def encode(values_KB: Tensor, codes_KB: Tensor, headers_K: Tensor, scratch_SKB: 
     # The smallest above zero: adding the largest integer wraps round, to the largest for zero, to the smallest for one.
     low_K1 = torch.add(bits_KB, _INT32_MAX, out=moved_KB).amin(1, keepdim=True).sub_(_INT32_MAX)
     low_K1 = torch.maximum(low_K1.masked_fill_(bad_K1, 0), high_K1 - _SPAN)
-    index_K1, step_K1 = _steps(high_K1 - low_K1)
+    index_K1 = _index(high_K1 - low_K1)
+    step_K1 = _step(index_K1)
     low_K1 = low_K1.div_(step_K1, rounding_mode="floor").clamp_(min=1).mul_(step_K1)  # code 1 is not zero
     torch.maximum(torch.sub(bits_KB, low_K1 - step_K1, out=moved_KB), step_K1, out=moved_KB)
-    codes = other_KB.copy_(moved_KB).div_(step_K1)
+    codes = other_KB.copy_(moved_KB).div_(step_K1.to(torch.float32))
     codes.add_(thresholds(bits_KB, out_KB=place_KB)).mul_(torch.sign(held_KB, out=place_KB))
     codes_KB.copy_(bits_KB.copy_(codes))  # by way of int32: faster
     headers_K.copy_((low_K1 | index_K1)[:, 0])
@@ -73,12 +76,11 @@ def decode(codes_KB: Tensor, headers_K: Tensor, values_KB: Tensor, scratch_SKB: 
     bits_KB.mul_(step_K1).add_((headers_K[:, None] & ~_INDEX) - step_K1).mul_(above_zero_KB)
 
 
-def _steps(span_K1: Tensor) -> tuple[Tensor, Tensor]:
-    """Index and size of the finest step by which each span of bits has at most _STEPS."""
-    mantissa_K1, exponent_K1 = torch.frexp(span_K1.to(torch.float64) / _STEPS)
-    eighths_K1 = (8 * mantissa_K1).ceil().to(torch.int32)  # 4 ... 8
-    index_K1 = (4 * (exponent_K1 - 3) + eighths_K1 - 4).clamp_(min=_FINEST)
-    return index_K1, _step(index_K1)
+def _index(span_K1: Tensor) -> Tensor:
+    """4 e + j of the finest step by which each span of bits has at most _STEPS: of a float just as long, exponent and
+    the two bits behind it, rounded up."""
+    least_K1 = span_K1.to(torch.float32).div_(_STEPS).view(torch.int32)
+    return least_K1.add_((1 << 21) - 1).bitwise_right_shift_(21).sub_(_FOUR).clamp_(min=_FINEST)
 
 
 def _step(index_K1: Tensor) -> Tensor:
