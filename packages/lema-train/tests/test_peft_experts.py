@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lema_core.errors import ConfigError
+from lema_core.ops.adamw import TorchAdamW
 from lema_core.selection import select_modules
 from lema_models.lfm2_moe import Lfm2MoeAdapter
 from lema_models.mixtral import MixtralAdapter
@@ -55,7 +56,7 @@ def adapter_of(model_type: str):
 def test_all_linear_is_what_peft_means(model_type: str, tmp_path: Path) -> None:
     """The same modules, ranks and scales, and so the same files."""
     adapter = adapter_of(model_type)
-    weights, _ = LoraMethod.create(adapter, Options(), torch.device("cpu"))
+    weights = LoraMethod.create(adapter, Options(), torch.device("cpu"), TorchAdamW()).lora
     save_peft(tmp_path, weights, adapter, None)
     config = PeftConfig(r=2, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
     get_peft_model(model_of(model_type), config).save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
@@ -103,7 +104,7 @@ def test_no_dropout_on_experts() -> None:
     options = Options()
     options.lora_dropout = 0.1
     with pytest.raises(ConfigError, match="lora_dropout: 0 expected where experts train"):
-        LoraMethod.create(adapter_of("mixtral"), options, torch.device("cpu"))
+        LoraMethod.create(adapter_of("mixtral"), options, torch.device("cpu"), TorchAdamW())
 
 
 def test_all_linear_without_what_is_excluded(tmp_path: Path) -> None:
