@@ -340,7 +340,7 @@ def test_a_failed_update_is_not_saved(runs: Callable[..., Runs], monkeypatch: py
         def full(*given: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(type(model.runner.store.updates.file), "write", full)
+        monkeypatch.setattr(type(model.runner.store.updates.masters.file), "write", full)
         with pytest.raises(
             TransferError, match=r"out: .* cannot be written there: No space left on device: .* needed, .* free"
         ):

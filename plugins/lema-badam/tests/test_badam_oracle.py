@@ -236,7 +236,7 @@ def test_there_is_room_for_the_states_of_one_block(on_disk: bool, root: Path, tm
             blocks[block_of[model.canonical(each.parts[0].tensor)]].append(each.granule.nbytes)
         largest = sum(max(sizes) for sizes in zip_longest(*(sorted(each)[::-1] for each in blocks), fillvalue=0))
         assert largest <= 1.3 * max(map(sum, blocks)) and largest < 0.6 * sum(map(sum, blocks))
-        grads, optim = updates.grads.stream, updates.optim
+        grads, optim = updates.grads.stream, updates.moments.stream
         assert (grads.nbytes, optim.nbytes) == (largest, 2 * largest)
         assert grads.disk_bytes + optim.disk_bytes == (3 * largest if on_disk else 0)
         assert optim.ram_bytes == (3 * 2 * max(map(max, blocks)) if on_disk else 2 * largest)

@@ -1,5 +1,5 @@
-"""The factor on the loss that keeps gradients inside fp16's range (Micikevicius et al. 2018, "Mixed Precision Training",
-arXiv:1710.03740, section 3.2)."""
+"""The factor on the loss that keeps gradients inside fp16's range (Micikevicius et al. 2018, "Mixed Precision
+Training", arXiv:1710.03740, section 3.2)."""
 
 from __future__ import annotations
 

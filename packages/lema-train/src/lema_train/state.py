@@ -20,8 +20,8 @@ class TrainerState:
     finite, the last ``non_finite_in_a_row`` in a row. ``epoch`` counts epochs begun before this one,
     ``step_in_epoch`` the optimizer steps of this epoch already done. ``base_learning_rate``, ``lr_schedule``,
     ``warmup_steps`` and ``total_steps`` record the schedule that was running, ``optimizer`` the class name of the
-    optimizer. ``loss_scale`` is the next step's, which ``steps_at_scale`` finite steps in a row had. ``rng`` holds generator states where a run has any; ``config`` the options of the run. Both are plain
-    JSON values.
+    optimizer. ``loss_scale`` is the next step's, which ``steps_at_scale`` finite steps in a row had. ``rng`` holds
+    generator states where a run has any; ``config`` the options of the run. Both are plain JSON values.
     """
 
     step: int

@@ -33,8 +33,9 @@ class TrainerOptions:
     """How steps are made. ``lr_schedule`` None leaves a caller's optimizer its own rate; ``total_steps`` is the
     schedule's length.
 
-    ``loss_scale`` None is 1, or moves where computing is in fp16. ``rows_per_micro_batch``: more rows given to a step become micro-batches. ``config``: the run's options, kept with a
-    checkpoint.
+    ``skip_nonfinite``: a step that is not finite changes nothing. ``loss_scale`` None is 1, or moves where computing is
+    in fp16. ``rows_per_micro_batch``: more rows given to a step become micro-batches. ``config``: the run's options,
+    kept with a checkpoint.
     """
 
     learning_rate: float = 1e-4

@@ -30,8 +30,8 @@ _COUNT = "updates_made:int"
 
 
 class WeightFiles:
-    """Writes and reads what ``training`` trains in ``store``. ``base``: what the delta is added to, ``base_name``: as its
-    user named it."""
+    """Writes and reads what ``training`` trains in ``store``. ``base``: what the delta is added to, ``base_name``: as
+    its user named it."""
 
     def __init__(self, training: WeightTraining, store: TensorStore, base: Manifest, base_name: str) -> None:
         self._training = training
@@ -52,14 +52,14 @@ class WeightFiles:
     @property
     def nbytes(self) -> int:
         """Without exact numbers, which are few."""
-        return self.weights_nbytes + self._store.updates.optim.nbytes
+        return self.weights_nbytes + self._store.updates.moments.stream.nbytes
 
     def write_weights(self, folder: Path) -> None:
         """The delta. Raises CheckpointError when the disk refuses."""
         self._store.updates.flush()
         self._exact: dict[str, list[int]] = {}
-        # without a name: it goes when the next one comes, or the process ends
-        self._spool = tempfile.TemporaryFile(dir=folder)
+        # Without a name: it goes when the next one comes, or the process ends; states() reads it.
+        self._spool = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         identity = identify_base(self._base, self._base_name)
         write_delta(folder / DELTA_FILE, map(self._delta_of, self._names), identity)
 
@@ -89,7 +89,7 @@ class WeightFiles:
         found: list[TensorToWrite] = [_number(_COUNT, self._training.updates_made)]
         found += self._exact_numbers()
         carried = self._carried(step)
-        if self._store.updates.encoded:
+        if self._store.updates.moments.encoded:
             return found + [self._record(each.number) for each in carried]
         names = {part.tensor: self._names[part.tensor] for each in carried for part in each.parts}
         for name, canonical in names.items():
@@ -123,14 +123,14 @@ class WeightFiles:
 
     def _state_blocks(self, parts: tuple[Part, ...], which: int) -> Iterator[Tensor]:
         for part in parts:
-            with self._store.updates.states_of(part) as states:
+            with self._store.updates.moments.of(part, self._store.gradients.number_of(part)) as states:
                 yield states[which].clone()
 
     def _record(self, number: int) -> TensorToWrite:
-        nbytes = self._store.updates.state_sizes[number]
+        nbytes = self._store.updates.moments.sizes[number]
 
         def get() -> Iterator[Tensor]:
-            with self._store.updates.state_record(number) as record:
+            with self._store.updates.moments.record(number) as record:
                 yield record[:nbytes]
 
         return f"{number}.states", torch.uint8, (nbytes,), get
@@ -146,17 +146,17 @@ class WeightFiles:
         self._check(folder, delta, infos, carried)
         self._training.updates_made = int(read_tensor(infos[_COUNT]).item())
         self._store.set_weights(weight_values(self._model, delta, infos))
-        updates = self._store.updates
-        if updates.encoded:
+        moments = self._store.updates.moments
+        if moments.encoded:
             for each in carried:
-                with updates.state_record(each.number, changed=True) as record:
+                with moments.record(each.number, changed=True) as record:
                     found = read_tensor(infos[f"{each.number}.states"])
                     record[: len(found)] = found
             return
         for each in carried:
             for part in each.parts:
                 first, count = part.start * math.prod(part.shape[1:]), math.prod(part.shape)
-                with updates.states_of(part, changed=True) as states:
+                with moments.of(part, each.number, changed=True) as states:
                     for state, name in zip(states, self._training.states, strict=True):
                         state.copy_(read_elements(infos[f"{self._names[part.tensor]}.{name}"], first, count))
 
@@ -170,7 +170,7 @@ class WeightFiles:
                 f"{folder}: {len(found)} tensors trained in it, {len(wanted)} are to train now; they differ in "
                 f"{shorten(other)}: resume with the same trainable_modules and trainable_layers"
             )
-        encoded = self._store.updates.encoded
+        encoded = self._store.updates.moments.encoded
         ends = [f"{each.number}.states" for each in carried]
         if not encoded:
             names = dict.fromkeys(self._names[part.tensor] for each in carried for part in each.parts)
@@ -182,7 +182,7 @@ class WeightFiles:
                 "opt_state_bits of the run that wrote it"
             )
         for number in (each.number for each in carried if encoded):
-            shape, size = infos[f"{number}.states"].shape, self._store.updates.state_sizes[number]
+            shape, size = infos[f"{number}.states"].shape, self._store.updates.moments.sizes[number]
             if shape != (size,):
                 raise CheckpointError(
                     f"{folder}: optimizer state {number}.states: {size} bytes expected, {shape[0]} found: resume with "

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lema_core.device import map_ram
-from lema_core.store.gradients import numbers_of
-from lema_core.store.model import StreamedModel, TrainedGranule
+from lema_core.store.model import StreamedModel, TrainedGranule, numbers_of
 from lema_core.store.unnamed import UnnamedFile
 
 #: by stored name, first number and count: fp32 [count], row-major

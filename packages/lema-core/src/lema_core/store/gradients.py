@@ -13,7 +13,7 @@ from lema_core.errors import PlanError
 from lema_core.ops.gradients import Gradients
 from lema_core.store.codec import Encoding
 from lema_core.store.granules import Part
-from lema_core.store.model import StreamedModel, TrainedGranule
+from lema_core.store.model import StreamedModel, TrainedGranule, numbers_of
 from lema_core.store.states import StateStream
 
 
@@ -113,12 +113,6 @@ class GradientStream(Gradients):
                 yield numbers
         finally:
             self.stream.give(number, changed=True, more=True)
-
-
-def numbers_of(part: Part, numbers: Tensor) -> Tensor:
-    """What a part has of its granule's fp32 numbers."""
-    start = part.offset // numbers.itemsize
-    return numbers[start : start + math.prod(part.shape)]
 
 
 def _norm(gradient: Tensor) -> float:

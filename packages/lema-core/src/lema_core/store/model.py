@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lema_core.checkpoint.segments import Segment
 from lema_core.errors import BudgetError
@@ -66,6 +67,12 @@ class TrainedGranule:
     @property
     def file_offset(self) -> int:
         return self.granule.reads[0].file_offset
+
+
+def numbers_of(part: Part, numbers: Tensor) -> Tensor:
+    """What a part has of its granule's fp32 numbers."""
+    start = part.offset // numbers.itemsize
+    return numbers[start : start + prod(part.shape)]
 
 
 @dataclass(frozen=True)

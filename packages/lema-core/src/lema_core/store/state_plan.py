@@ -10,7 +10,9 @@ from typing import NamedTuple
 from lema_core.store.codec import Encoding, StateCodecClass
 from lema_core.store.gradients import GradientStream
 from lema_core.store.granules import whole_sectors
+from lema_core.store.masters import Masters
 from lema_core.store.model import StreamedModel, TrainedGranule
+from lema_core.store.moments import Moments
 from lema_core.store.states import FEWEST_SLOTS, StateStream
 from lema_core.store.unnamed import UnnamedFile, check_room
 from lema_core.store.updates import WeightUpdates
@@ -106,7 +108,8 @@ def open_updates(model: StreamedModel, plan: StatePlan, window: Window, expert_w
     optim = StateStream("optim", optim_of, in_ram.optim, plan.optim_slots, plan.folder, rooms)
     states = {"exp_avg": Encoding(codecs.exp_avg, most), "exp_avg_sq": Encoding(codecs.exp_avg_sq, most)}
     gradients = GradientStream(model, grads, Encoding(codecs.grads, most))
-    return WeightUpdates(model, file, optim, gradients, states, Encoding(codecs.grads, most), window, expert_window)
+    masters = Masters(model, file, window, expert_window)
+    return WeightUpdates(masters, Moments(model, optim, states), gradients, Encoding(codecs.grads, most))
 
 
 class InRam(NamedTuple):

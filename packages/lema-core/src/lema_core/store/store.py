@@ -117,7 +117,8 @@ class TensorStore:
             expert_window = None if self._experts is None else self._experts.near
             self.updates = open_updates(model, states, self._near, expert_window)
             self.gradients = self.updates.grads
-            self._reader.adopt(model.space.path, self.updates.file.descriptor, self.updates.file.direct)
+            file = self.updates.masters.file
+            self._reader.adopt(model.space.path, file.descriptor, file.direct)
         self._fixed = fixed
         if fixed is not None:
             self._reader.adopt(model.space.path, fixed.descriptor, fixed.direct)
@@ -212,10 +213,10 @@ class TensorStore:
         if self.updates is None:
             return {"weights": (self._reader.bytes_read, demanded, link_bytes, 0, wait_s)}
         own = self.updates
-        read = self._reader.bytes_read + own.bytes_read
+        read = self._reader.bytes_read + own.masters.bytes_read
         return {
-            "weights": (read, demanded, link_bytes, own.bytes_written, wait_s + own.wait_s),
-            **{s.kind: (s.bytes_read, 0, 0, s.bytes_written, s.wait_s) for s in (own.optim, own.grads.stream)},
+            "weights": (read, demanded, link_bytes, own.masters.bytes_written, wait_s + own.wait_s),
+            **{s.kind: (s.bytes_read, 0, 0, s.bytes_written, s.wait_s) for s in (own.moments.stream, own.grads.stream)},
         }
 
     def stats(self) -> dict[str, StoreStats]:
@@ -238,7 +239,7 @@ class TensorStore:
             )
         }
         if self.updates is not None:
-            for stream in (self.updates.optim, self.updates.grads.stream):
+            for stream in (self.updates.moments.stream, self.updates.grads.stream):
                 held[stream.kind] = (stream.ram_bytes,) * 3 + (0,) * 3
         found = {}
         for kind, now in self._totals().items():

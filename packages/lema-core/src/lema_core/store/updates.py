@@ -10,10 +10,8 @@ layer (Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models wit
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -22,16 +20,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lema_core.device import map_ram
 from lema_core.errors import PlanError
 from lema_core.store.codec import Encoding
-from lema_core.store.fixed import set_granule
-from lema_core.store.gradients import GradientStream, numbers_of
+from lema_core.store.fixed import Values
+from lema_core.store.gradients import GradientStream
 from lema_core.store.granules import Part
-from lema_core.store.model import Region, StreamedModel, TrainedGranule
-from lema_core.store.states import StateStream
-from lema_core.store.unnamed import UnnamedFile
-from lema_core.store.window import Window
+from lema_core.store.masters import Masters
+from lema_core.store.model import Region, TrainedGranule, numbers_of
+from lema_core.store.moments import Moments
 
 
 class Decision(Protocol):
@@ -81,38 +77,18 @@ class Abandoned(Exception):
 
 
 class WeightUpdates:
-    """Owns the working file of trained weights and their moments. ``states``: their kinds, in order, with how each is
-    encoded. ``window``: what the announced region is borrowed from."""
+    """Changes ``masters`` by what is decided, with gradients and moments from their streams."""
 
-    def __init__(
-        self,
-        model: StreamedModel,
-        file: UnnamedFile,
-        optim: StateStream,
-        grads: GradientStream,
-        states: Mapping[str, Encoding],
-        grad_encoding: Encoding,
-        window: Window,
-        expert_window: Window | None = None,
-    ) -> None:
-        self.model = model
-        self.file = file
-        self.optim = optim
+    def __init__(self, masters: Masters, moments: Moments, grads: GradientStream, grad_encoding: Encoding) -> None:
+        self.masters = masters
+        self.moments = moments
         self.grads = grads
-        self.states = states
+        self.model = model = masters.model
         self._grad_encoding = grad_encoding
-        self._window = window
-        self._expert_window = expert_window
         self._shared = {part.granule for head in model.shared.values() for part in model.layout.parts[head]}
         self._numbers = {(each.region, each.granule.index): each.number for each in model.trained}
-        most = max(each.granule.nbytes for each in model.trained)
-        self._scratch = map_ram(most)
-        address = (ctypes.c_char * most).from_address(self._scratch.data_ptr())
-        self._scratch_memory = memoryview(address).cast("B")
-        #: the granule that the scratch memory holds, for who looks at one part after the other
-        self._read_last: int | None = None
         #: what the weights are to be, until they are
-        self._values: Callable[[str, int, int], Tensor] | None = None
+        self._values: Values | None = None
         self._decision: Decision | None = None
         #: not applied yet; those of them whose file is read before the pass; those whose file is being written
         self._pending: set[int] = set()
@@ -135,13 +111,11 @@ class WeightUpdates:
         self._thread = Thread(target=self._serve, name="lema-update", daemon=True)
         self._thread.start()
         self.wait_s = 0.0
-        self.bytes_read = self.bytes_written = 0
 
     # -- what is decided
 
     def decide(self, decision: Decision) -> None:
         """Apply ``decision`` to every granule that has a gradient of this step, before its next use."""
-        self._read_last = None
         if self._pending:
             raise PlanError("an optimizer step is decided while another is not applied everywhere")
         self._decision = decision
@@ -163,8 +137,8 @@ class WeightUpdates:
             stays = slot is not None and use.stays
             if stays and index in self._shared:
                 stays = all(self._view.uses()[granule].stays for granule in self._shared)
-        elif each.region is Region.EXPERTS:
-            self._expert_window.drop(index)
+        else:
+            self.masters.drop(each)
         with self._changed:
             self._pending.add(number)
             if slot is None:
@@ -201,7 +175,7 @@ class WeightUpdates:
             self._orders += 1
         order = [job.number for job in ordered]
         self.grads.stream.announce(order)
-        self.optim.announce(order)
+        self.moments.stream.announce(order)
         self._jobs.put((view, ordered))
 
     def _planned(self, uses: Mapping[int, Use]) -> Iterator[tuple[int, _Job]]:
@@ -216,10 +190,10 @@ class WeightUpdates:
             if each.region is Region.TABLES:
                 yield -1, _Job(number)
             elif each.region is Region.EXPERTS:
-                self._expert_window.drop(each.granule.index)
+                self.masters.drop(each)
                 yield first_of_layer.get(each.granule.layer, -1), _Job(number)
             elif use is None:
-                self._window.drop(each.granule.index)
+                self.masters.drop(each)
                 yield -1, _Job(number)
             elif each.granule.index not in self._shared:
                 yield use.position, _Job(number, use.slot, use.load, use.stays)
@@ -235,7 +209,7 @@ class WeightUpdates:
             self._changed.wait_for(lambda: not self._orders)
             self._in_file.clear()
         self.grads.done = self._view = None
-        self.optim.withdraw()
+        self.moments.stream.withdraw()
         self.grads.stream.withdraw()
         if not abandoned:
             self._raise_error()
@@ -284,9 +258,9 @@ class WeightUpdates:
         jobs: list[_Job] = []
         for number in sorted(self._pending):
             each = self.model.trained[number]
-            if each.region is Region.EXPERTS:
-                self._expert_window.drop(each.granule.index)
-            slot = self._slot_of(each)
+            slot = self.masters.slot_of(each)
+            if slot is None:
+                self.masters.drop(each)
             jobs.append(_Job(number) if slot is None else _Job(number, slot, stays=True))
         # By the thread: an interrupt here leaves no granule changed by half.
         with self._changed:
@@ -310,46 +284,9 @@ class WeightUpdates:
         pending, TransferError."""
         if self._pending:
             raise PlanError(f"{part.tensor} is looked at before its update was applied")
-        each = self.model.trained[self.grads.number_of(part)]
-        slot = self._slot_of(each)
-        if slot is not None:
-            memory = self._window.slot(slot)
-        else:
-            if self._read_last != each.number:
-                self._read(each)
-                self._read_last = each.number
-            memory = self._scratch
-        return numbers_of(part, memory[: each.granule.nbytes].view(torch.float32))
+        return self.masters.part(part, self.grads.number_of(part))
 
-    @property
-    def encoded(self) -> bool:
-        """Moments are kept in fewer bits than fp32 has."""
-        return any(each.encodes for each in self.states.values())
-
-    @property
-    def state_sizes(self) -> list[int]:
-        """Bytes of each granule's moments."""
-        counts = [each.granule.nbytes // 4 for each in self.model.trained]
-        return [sum(each.nbytes(n) for each in self.states.values()) for n in counts]
-
-    @contextmanager
-    def state_record(self, number: int, changed: bool = False) -> Iterator[Tensor]:
-        """The moments of a granule as they are kept, uint8. Not while an update is pending."""
-        record = self.optim.take(number)
-        try:
-            yield record
-        finally:
-            self.optim.give(number, changed=changed)
-
-    @contextmanager
-    def states_of(self, part: Part, changed: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """``exp_avg`` and ``exp_avg_sq`` of a part, flat fp32; only where they are kept so."""
-        number = self.grads.number_of(part)
-        n = self.model.trained[number].granule.nbytes // 4
-        with self.state_record(number, changed) as record, self._decoded(record, n, changed) as (first, second):
-            yield numbers_of(part, first), numbers_of(part, second)
-
-    def fill(self, values: Callable[[str, int, int], Tensor]) -> None:
+    def fill(self, values: Values) -> None:
         """Give every weight a value before it is used next: ``values(tensor, start, count)`` are fp32 [count],
         row-major. What was pending is dropped."""
         self._await_thread()
@@ -359,16 +296,9 @@ class WeightUpdates:
         self._values = values
 
     def _fill(self) -> None:
-        if self._values is None:
-            return
-        values, self._read_last = self._values, None
-        for each in self.model.trained:
-            set_granule(each, self._scratch, values)
-            self._write(each, self._scratch_memory)
-            if each.region is not Region.TABLES:
-                window = self._window if each.region is Region.STREAM else self._expert_window
-                window.drop(each.granule.index)
-        self._values = None
+        if self._values is not None:
+            self.masters.set(self._values)
+            self._values = None
 
     def rows(self, tensor: str, ids: Tensor) -> Tensor | None:
         """Rows of a table, fp32 [N, C], from the slots that it stays in; None where its file is up to date. What is
@@ -384,28 +314,21 @@ class WeightUpdates:
         rows = torch.empty(len(ids), parts[0].shape[1])
         for part in parts:
             here = (ids >= part.start) & (ids < part.stop)
-            slot = self._window.slot_of(part.granule)
-            block = self._window.block(slot, part.offset, part.dtype, part.shape)
-            rows[here] = block[ids[here] - part.start]
+            rows[here] = self.masters.rows(part, ids[here] - part.start)
         return rows
-
-    @property
-    def disk_bytes(self) -> int:
-        return self.model.space.nbytes + self.optim.disk_bytes + self.grads.stream.disk_bytes
 
     @property
     def ram_bytes(self) -> int:
         """Beside what the streams have."""
-        return len(self._scratch) + sum(each.scratch_bytes for each in (*self.states.values(), self._grad_encoding))
+        return self.masters.ram_bytes + self.moments.scratch_bytes + self._grad_encoding.scratch_bytes
 
     def close(self) -> None:
         """Stop the thread and give everything back."""
         self._jobs.put(None)
         self._thread.join()
-        self.optim.close()
+        self.moments.stream.close()
         self.grads.stream.close()
-        self._scratch_memory.release()
-        self.file.close()
+        self.masters.close()
 
     # -- one granule
 
@@ -428,27 +351,25 @@ class WeightUpdates:
     def _apply(self, view: PassView | None, job: _Job) -> None:
         each, number = self.model.trained[job.number], job.number
         gradient = self.grads.stream.take(number)
-        states = self.optim.take(number)
+        record = self.moments.stream.take(number)
         applied = False
         try:
             if job.slot is None:
-                self._read(each)
-                weights = self._scratch
+                weights = self.masters.from_file(each)
             else:
                 if job.load >= 0:
                     view.await_load(job.load)
-                weights = self._window.slot(job.slot)
-            self._change(each, weights[: each.granule.nbytes].view(torch.float32), gradient, states)
+                weights = self.masters.in_slot(each, job.slot)
+            self._change(each, weights, gradient, record)
             applied = True
             if each.region is Region.TABLES or (each.region is Region.STREAM and each.granule.index in self._shared):
                 self._rows_changed = True
         finally:
-            self.optim.give(number, changed=applied)
+            self.moments.stream.give(number, changed=applied)
             self.grads.stream.give(number, changed=False, keep=not applied)
-        writes = not job.stays
         if job.slot is None:
-            self._write(each, self._scratch_memory)
-            writes = False
+            self.masters.save(each, None)
+        writes = job.slot is not None and not job.stays
         with self._changed:
             self._pending.discard(number)
             self._in_file.discard(number)
@@ -458,52 +379,28 @@ class WeightUpdates:
                 self._writing.add(number)
             self._changed.notify_all()
         if writes:
-            self._write(each, self._window.memory(job.slot))
+            self.masters.save(each, job.slot)
             with self._changed:
                 self._writing.discard(number)
                 self._changed.notify_all()
 
-    def _change(self, each: TrainedGranule, weights: Tensor, gradient: Tensor, states: Tensor) -> None:
+    def _change(self, each: TrainedGranule, weights: Tensor, gradient: Tensor, record: Tensor) -> None:
         n = len(weights)
         with (
             self._grad_encoding.decoded(gradient, n, changed=False) as g,
-            self._decoded(states, n, changed=True) as (m, v),
+            self.moments.decoded(record, n, changed=True) as (m, v),
         ):
             for part in each.parts:
                 w_n, g_n, m_n, v_n = (numbers_of(part, numbers) for numbers in (weights, g, m, v))
                 self._decision.apply(self.model.canonical(part.tensor), w_n, g_n, (m_n, v_n))
-
-    @contextmanager
-    def _decoded(self, record: Tensor, n: int, changed: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        first, second = self.states.values()
-        cut = first.nbytes(n)
-        with first.decoded(record[:cut], n, changed) as m, second.decoded(record[cut:], n, changed) as v:
-            yield m, v
-
-    def _slot_of(self, each: TrainedGranule) -> int | None:
-        return self._window.slot_of(each.granule.index) if each.region is Region.STREAM else None
 
     def _save(self, goes: Callable[[int], bool]) -> None:
         """Write what is newer in its slot than in the file, where the slot may be given up."""
         for number in sorted(self._unsaved):
             each = self.model.trained[number]
             if goes(each.granule.index):
-                self._write(each, self._window.memory(self._window.slot_of(each.granule.index)))
+                self.masters.save(each, self.masters.slot_of(each))
                 self._unsaved.discard(number)
-
-    def _read(self, each: TrainedGranule) -> None:
-        try:
-            self.file.read(each.file_offset, self._scratch_memory[: each.granule.nbytes])
-        except OSError as error:
-            raise self.file.refused("read", error, each.granule.nbytes) from error
-        self.bytes_read += each.granule.nbytes
-
-    def _write(self, each: TrainedGranule, memory: memoryview) -> None:
-        try:
-            self.file.write(each.file_offset, memory[: each.granule.nbytes])
-        except OSError as error:
-            raise self.file.refused("written", error, each.granule.nbytes) from error
-        self.bytes_written += each.granule.nbytes
 
     def _raise_error(self) -> None:
         if self._error is not None:
