@@ -135,9 +135,10 @@ def _update(options: dict[str, Any], scratch: Path, pairs: int) -> None:
     answer = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, cwd=here)
     floor = float(answer.stdout) / found[with_it].step_s
     print(
-        f"updates: step {spread(found[with_it].figures('outside_s'))} s, without "
-        f"{spread(found[without].figures('outside_s'))} s: {100 * share:.1f} % of it; AdamW alone {float(answer.stdout):.2f} s, {100 * floor:.1f} %: "
-        f"{share / floor:.2f} x, at most {SHARE_AT_MOST}: {verdict(share <= SHARE_AT_MOST * floor)}",
+        f"updates: step {spread(found[with_it].figures('outside_s'))} s, "
+        f"without {spread(found[without].figures('outside_s'))} s: {100 * share:.1f} % of it; "
+        f"AdamW alone {float(answer.stdout):.2f} s, {100 * floor:.1f} %: {share / floor:.2f} x, "
+        f"at most {SHARE_AT_MOST}: {verdict(share <= SHARE_AT_MOST * floor)}",
         flush=True,
     )
 
@@ -149,9 +150,10 @@ def _steps(options: dict[str, Any], cap_mb: int, steps: int) -> None:
             for number in range(1, steps + 1):
                 row = child.step()
                 print(
-                    f"step {number}: {row['outside_s']:.1f} s, loss {row['loss']:.4f}, read "
-                    f"{row['read_bytes'] / 1e9:.1f} GB, written {row['written_bytes'] / 1e9:.1f} GB, waited {row['wait_s']:.1f} s; group peak "
-                    f"{child.group.peak_bytes() / 1e6:.0f} MB, rss peak {row['rss_peak_bytes'] / 1e6:.0f} MB",
+                    f"step {number}: {row['outside_s']:.1f} s, loss {row['loss']:.4f}, "
+                    f"read {row['read_bytes'] / 1e9:.1f} GB, written {row['written_bytes'] / 1e9:.1f} GB, "
+                    f"waited {row['wait_s']:.1f} s; group peak {child.group.peak_bytes() / 1e6:.0f} MB, "
+                    f"rss peak {row['rss_peak_bytes'] / 1e6:.0f} MB",
                     flush=True,
                 )
     except ChildFailed as error:
