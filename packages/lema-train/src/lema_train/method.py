@@ -33,9 +33,7 @@ class LoraMethod:
     """Named by the ``lora`` TrainingMethod record."""
 
     @staticmethod
-    def create(
-        adapter: ModelAdapter, options: LoraOptions, device: torch.device, kernel: AdamWKernel
-    ) -> LoraTraining:
+    def create(adapter: ModelAdapter, options: LoraOptions, device: torch.device, kernel: AdamWKernel) -> LoraTraining:
         """New LoRA weights where ``options`` say. Raises ConfigError for targets that match nothing. The kernel is for
         methods that have no optimizer of their own."""
         selection = select_modules(adapter, options.lora_target_modules, options.trainable_layers)
