@@ -114,7 +114,7 @@ def trained(llamas) -> Callable[..., tuple[LemaModel, object, list[str]]]:
 def snapshot(model: LemaModel, trainer) -> dict[str, torch.Tensor]:
     """Copies of all weights and of the whole optimizer state."""
     values = {name: p.detach().clone() for name, p in model.lora.parameters().items()}
-    for index, state in trainer.optimizer.state_dict()["state"].items():
+    for index, state in trainer.training.optimizer.state_dict()["state"].items():
         values |= {f"{index}.{key}": value.clone() for key, value in state.items()}
     return values
 

@@ -318,6 +318,11 @@ class WeightUpdates:
         return rows
 
     @property
+    def disk_bytes(self) -> int:
+        """What working files come to take."""
+        return self.model.space.nbytes + self.moments.stream.disk_bytes + self.grads.stream.disk_bytes
+
+    @property
     def ram_bytes(self) -> int:
         """Beside what the streams have."""
         return self.masters.ram_bytes + self.moments.scratch_bytes + self._grad_encoding.scratch_bytes
