@@ -38,8 +38,8 @@ def encode(values_KB: Tensor, codes_KB: Tensor, headers_K: Tensor, scratch_SKB: 
         absmax_K1.masked_fill_(~finite_K1, 1)
         size_KB.masked_fill_(~finite_K1, 0)
     size_KB.mul_(_WHOLE / absmax_K1)
-    # k = floor(root): of a reciprocal the reciprocal root, as torch's plain one takes six times as long for zeros. A root
-    # that is not the nearest number does no harm, just above and just below k^4 rounding leads to k.
+    # k = floor(root): of a reciprocal the reciprocal root, as torch's plain one takes six times as long for zeros. A
+    # root that is not the nearest number does no harm: just above and just below k^4 rounding leads to k.
     torch.rsqrt(size_KB, out=root_KB).rsqrt_().floor_()
     # the place of the size between k^4 and (k + 1)^4 = k^4 + (2k + 1)(2 (k^2 + k) + 1)
     torch.mul(root_KB, root_KB, out=square_KB)
