@@ -149,7 +149,7 @@ def test_memory_is_set_aside_for_the_largest_turn(llamas: Any, tmp_path: Path) -
     assert shapes[0] == shapes[1] and shapes[0].first_layer == 0 and shapes[0].embeds
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+@pytest.mark.parametrize("model_type", [pytest.param("llama", marks=pytest.mark.slow), "mixtral"])
 @pytest.mark.parametrize("capped", [{}, CAPPED], ids=["in RAM", "on disk"])
 def test_sharing_room_changes_no_bit(
     capped: dict[str, str],
