@@ -30,7 +30,7 @@ class ExactCodec:
 class TestExactCodec(StateCodecSuite):
     most_bytes = 4.0
     most_error = most_drift = most_added_error = 1e-6
-    most_moved = 7.3
+    most_moved = 1.5
     least_share = 1.0
 
     def make_codec(self, kind: str) -> ExactCodec:

@@ -22,7 +22,7 @@ def back(values: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("powers", [0.01, 1, 3.9, 10, 20, 47.9])
+@pytest.mark.parametrize("powers", [0.01, 1, 3.9, 10, 20, 39.9])
 def test_the_error_follows_from_the_range(powers: float) -> None:
     random = torch.Generator().manual_seed(0)
     values = torch.pow(2.0, -powers * torch.rand(BLOCK * 100, generator=random, dtype=torch.float64)).float()
@@ -36,10 +36,10 @@ def test_nothing_above_zero_is_lost(numbers: list[float]) -> None:
     values = torch.tensor(numbers)
     found = back(values)
     assert found[values == 0].eq(0).all() and found[values > 0].gt(0).all() and found.isfinite().all()
-    assert (found >= 0.76 * values).all()
+    assert (found >= 0.8 * values).all()
     blocks = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
-    floor = (blocks.amax(1, keepdim=True) * 2.0**-47).expand_as(blocks).reshape(-1)[: len(values)]
-    assert (found <= torch.maximum(1.24 * values, floor).clamp(min=2e-42)).all()
+    floor = (blocks.amax(1, keepdim=True) * 2.0**-39).expand_as(blocks).reshape(-1)[: len(values)]
+    assert (found <= torch.maximum(1.2 * values, floor).clamp(min=2e-42)).all()
 
 
 def test_a_block_of_one_number_is_nearly_exact() -> None:
@@ -53,9 +53,9 @@ def test_one_outlier_of_every_size_among_small_numbers() -> None:
         values = small.clone()
         values[77] = 10.0**power
         found = back(values)
-        assert (found >= 0.76 * values).all() and found[77] <= 1.24 * values[77]
+        assert (found >= 0.8 * values).all() and found[77] <= 1.2 * values[77]
         if power < 0:
-            assert (found <= 1.24 * values).all()
+            assert (found <= 1.2 * values).all()
 
 
 def test_rounding_is_right_on_average() -> None:

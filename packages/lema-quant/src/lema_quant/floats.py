@@ -11,9 +11,9 @@ Steps are ``(4 + j) 2^e``, and ``low`` is a multiple of the step: while a block'
 do the numbers that its codes stand for, so most numbers are rounded from a place near where they were rounded to. The
 header is ``low``, whose lower seven bits are free, with ``4 e + j`` in them.
 
-Numbers under 2^-48 of the block's largest are rounded up to that. Its root is the second smallest share of a block's
-largest that ``lema_quant.roots`` can give to ``exp_avg``, so that a rounding up among the smallest codes there, which
-are far apart, cannot meet a much smaller root here.
+Numbers under 2^-40 of the block's largest are rounded up to that. Its root is the fourth smallest share of a block's
+largest that ``lema_quant.roots`` can give to ``exp_avg``: a rounding up among the smallest codes there, which are far
+apart, never meets a much smaller root here. Coordinates whose gradients are that small beside others train slowly.
 
 Shapes: K blocks of B numbers.
 """
@@ -27,8 +27,8 @@ from lema_quant.dither import thresholds
 
 #: fp32 numbers of scratch per number of a chunk
 SCRATCH = 3
-#: the largest span of bits that is kept apart: 48 powers of two
-_SPAN = 48 << 23
+#: the largest span of bits that is kept apart: 40 powers of two
+_SPAN = 40 << 23
 #: steps from smallest to largest. With the two that rounding both ends away from each other may add, and zero: 255.
 _STEPS = 252
 #: 4 e + j of the finest step, 512: a multiple of it has its seven lowest bits free
