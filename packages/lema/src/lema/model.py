@@ -512,14 +512,14 @@ class LemaModel:
     def _codecs(self) -> StateCodecs:
         """How moments and gradients of weights are kept."""
 
-        def made(bits: int | None, *kinds: str) -> dict[str, Any]:
+        def made(option: str, *kinds: str) -> dict[str, Any]:
+            bits = getattr(self.config, option)
             if bits is None:
                 return {}
-            codec = load_object(get_plugin_manager().state_codec(bits).codec)
+            codec = load_object(get_plugin_manager().state_codec(bits, option).codec)
             return {kind: codec(kind) for kind in kinds}
 
-        c = self.config
-        return StateCodecs(**made(c.opt_state_bits, "exp_avg", "exp_avg_sq"), **made(c.grad_acc_bits, "grads"))
+        return StateCodecs(**made("opt_state_bits", "exp_avg", "exp_avg_sq"), **made("grad_acc_bits", "grads"))
 
     @property
     def working_bytes(self) -> int:
