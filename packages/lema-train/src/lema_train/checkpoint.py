@@ -21,13 +21,16 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lema_core.checkpoint import TensorInfo, read_header, write_safetensors
 from lema_core.errors import CheckpointError, ConfigError
-from lema_core.training import TrainedFiles
 from lema_train.atomic import atomic_folder, remove_folder, write_json
 from lema_train.state import FORMAT_VERSION, TrainerState
+
+if TYPE_CHECKING:
+    # Who merges needs checkpoints and nothing that trains.
+    from lema_core.training import TrainedFiles
 
 STATE_FILE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
