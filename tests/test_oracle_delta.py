@@ -88,8 +88,15 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> No
     assert (found - expected).norm() <= tolerance * expected.norm()
 
 
+#: the others are slow
+QUICK = "gpt2", "mixtral, stacked"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model_type", [*MODELS, "mixtral, stacked"])
+@pytest.mark.parametrize(
+    "model_type",
+    [t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in (*MODELS, "mixtral, stacked")],
+)
 def test_it_is_transformers_with_the_delta_added(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:
     base, out = tmp_path / "base", tmp_path / "out"
     write_base(base, model_type.partition(",")[0], dtype, model_type.endswith("stacked"))

@@ -42,8 +42,7 @@ ATTENTION = {
 }
 #: nothing stays in RAM that can pass through it
 CAPPED = {"opt_state_ram": "1B", "grad_acc_ram": "1B"}
-QUICK = "llama_tied", "gpt2", "mixtral"
-TYPES = [t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in ALL]
+QUICK = ("llama_tied", "whole"), ("mixtral", "one layer"), ("gpt2", "emb and head")
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +154,13 @@ def last_two(model_type: str) -> tuple[int, int]:
     return n - 2, n - 1
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    ("model_type", "selection"),
+    [
+        pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in ((model_type, selection) for model_type in ALL for selection in SELECTIONS)
+    ],
+)
 def test_twenty_steps_are_those_of_plain_torch(model_type: str, selection: str, root: Path, tmp_path: Path) -> None:
     """Losses within 1e-5, and ||w - w_ref|| <= 1e-3 ||w_ref - w_0||; what is not selected stays as it is."""
     folder = folder_of(root, model_type)
@@ -182,7 +186,7 @@ def test_twenty_steps_are_those_of_plain_torch(model_type: str, selection: str, 
         assert off <= 3 * distance(reference(folder, trains, attention="sdpa")[0].state_dict(), ends)
 
 
-@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("capped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_without_clip_and_check_gradients_do_not_last(capped: bool, root: Path, tmp_path: Path) -> None:
     """Each weight changes as soon as its gradient is complete: the same weights, and no gradient goes to disk."""
     folder = folder_of(root, "llama_tied")
@@ -202,7 +206,7 @@ def test_without_clip_and_check_gradients_do_not_last(capped: bool, root: Path, 
     assert distance(merged, ends) <= 1e-3 * distance(ends, start)
 
 
-@pytest.mark.parametrize("model_type", ["llama_tied", "mixtral"])
+@pytest.mark.parametrize("model_type", [pytest.param("llama_tied", marks=pytest.mark.slow), "mixtral"])
 def test_where_things_lie_changes_no_bit(model_type: str, root: Path, tmp_path: Path) -> None:
     """All in RAM, a window of three granules, one with states on disk, recomputed or not: the same losses and norms."""
     folder = folder_of(root, model_type)

@@ -35,6 +35,7 @@ EXACT = ("step", "loss", "grad_norm")
 #: blocks of one layer, four steps each: five steps end within a turn
 TURNS = {"switch_block_every": 4}
 CAPPED = {"opt_state_ram": "1B", "grad_acc_ram": "1B"}
+EIGHT_BITS = {"opt_state_bits": 8, "grad_acc_bits": 8}
 
 
 def rows(step: int) -> torch.Tensor:
@@ -77,8 +78,15 @@ def same_files(one: Path, other: Path) -> bool:
     return all(a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("options", [{}, {"opt_state_bits": 8, "grad_acc_bits": 8}], ids=["fp32", "8 bits"])
-@pytest.mark.parametrize("stop", [5, 8], ids=["within a turn", "between turns"])
+@pytest.mark.parametrize(
+    ("stop", "options"),
+    [
+        pytest.param(5, EIGHT_BITS, id="within a turn, 8 bits"),
+        pytest.param(5, {}, id="within a turn", marks=pytest.mark.slow),
+        pytest.param(8, EIGHT_BITS, id="between turns, 8 bits", marks=pytest.mark.slow),
+        pytest.param(8, {}, id="between turns", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(
     stop: int, options: dict[str, Any], llamas: Any, small_granules: int, tmp_path: Path
 ) -> None:
@@ -150,7 +158,9 @@ def test_memory_is_set_aside_for_the_largest_turn(llamas: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("model_type", [pytest.param("llama", marks=pytest.mark.slow), "mixtral"])
-@pytest.mark.parametrize("capped", [{}, CAPPED], ids=["in RAM", "on disk"])
+@pytest.mark.parametrize(
+    "capped", [pytest.param({}, marks=pytest.mark.slow, id="in RAM"), pytest.param(CAPPED, id="on disk")]
+)
 def test_sharing_room_changes_no_bit(
     capped: dict[str, str],
     model_type: str,

@@ -136,7 +136,7 @@ def test_gradients_of_every_weight_are_autograds(toy: Toy, level: Level) -> None
     assert gradients.completed == [*reversed(range(config.n_layers)), None]
 
 
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("slots", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("groups", "levels"),
     [

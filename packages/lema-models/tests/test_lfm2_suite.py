@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from lema_core.testing.adapter_suite import AdapterSuite
 from lema_models.lfm2 import Lfm2Adapter
 
 
+@pytest.mark.slow
 class TestLfm2(AdapterSuite):
     adapter = Lfm2Adapter
     hf_config = {

@@ -28,6 +28,7 @@ YARN = {
 }
 
 
+@pytest.mark.slow
 class TestMistral(AdapterSuite):
     adapter = MistralAdapter
     hf_config = {"model_type": "mistral", **SIZES, "max_position_embeddings": 128, "sliding_window": None}

@@ -145,7 +145,9 @@ def _newest(out: Path) -> int:
     return max((step for step, _ in find_checkpoints(out)), default=0)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_b70_stopped_in_a_step_it_is_finished_and_saved_and_the_resume_is_exact(
     number: signal.Signals, code: int, options: list[str], lema: Any, read_steps: Any
 ) -> None:

@@ -177,7 +177,9 @@ def descending(number: int, blocks: int) -> int:
 # ---------------------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("on_disk", [False, True], ids=["in RAM", "on disk"])
+@pytest.mark.parametrize(
+    "on_disk", [pytest.param(False, marks=pytest.mark.slow, id="in RAM"), pytest.param(True, id="on disk")]
+)
 @pytest.mark.parametrize(
     "tied, per_block, every, mode, turn",
     [

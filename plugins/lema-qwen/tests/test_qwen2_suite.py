@@ -20,6 +20,7 @@ SIZES = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
+@pytest.mark.slow
 class TestQwen2(AdapterSuite):
     adapter = Qwen2Adapter
     hf_config = {"model_type": "qwen2", **SIZES, "max_position_embeddings": 128}
