@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": SIZES | {"head_dim": 24, "tie_word_embeddings": True},
 }
 #: those with operations of their own run with every test, the others are slow
-QUICK = "gpt2", "lfm2", "mixtral"
+QUICK = "gpt2", "mixtral"
 TYPES = [t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in MODELS]
 #: rows and tokens, and where the first row is padded
 SHAPES = ((2, 9, ""), (1, 13, ""), (3, 7, "left"), (1, 33, ""))

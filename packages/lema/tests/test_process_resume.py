@@ -49,7 +49,7 @@ def options(tiny_llama: Path, lema: Any, make_rows: Any, chats: Callable[[int], 
     ("saved_at", "how"),
     [
         pytest.param(5, {"exact": True}, id="in the middle of epoch 2, as python -m lema"),
-        pytest.param(6, {}, id="at an epoch border"),
+        pytest.param(6, {}, id="at an epoch border", marks=pytest.mark.slow),
     ],
 )
 def test_killed_and_resumed_is_bit_equal_to_a_straight_run(

@@ -12,7 +12,9 @@ import pytest
 from lema_train.checkpoint import find_checkpoints, verify
 
 Rows = list[dict[str, Any]]
-BOTH = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+BOTH = pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 #: how long a program may go on after a signal; far above what it takes, far below waiting for what hangs
 AT_ONCE_S = 30
 
