@@ -8,7 +8,6 @@ nothing in the page cache.
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import re
 import time
@@ -24,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lema_core.checkpoint.reading import tensor_bytes
 from lema_core.device import Device
 from lema_core.memory import format_bytes, process_memory_limit
 from lema_core.ops.gradient import backward_from
@@ -232,7 +232,7 @@ def _read_all(
 ) -> Iterator[tuple[float, int]]:
     """Read pieces of a file, spread over it, as a disk may hold its beginning in a cache of its own: seconds and bytes
     of each."""
-    memory = memoryview((ctypes.c_char * len(target)).from_address(target.data_ptr())).cast("B")
+    memory = tensor_bytes(target)
     size = path.stat().st_size
     places = max(1, size // len(memory))
     # Odd, and not a divisor of many numbers: all places are seen before one is seen again.

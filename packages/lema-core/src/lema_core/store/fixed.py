@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lema_core.checkpoint.reading import tensor_bytes
 from lema_core.device import map_ram
 from lema_core.store.model import StreamedModel, TrainedGranule, numbers_of
 from lema_core.store.unnamed import UnnamedFile
@@ -21,9 +21,8 @@ Values = Callable[[str, int, int], Tensor]
 def fixed_weights(model: StreamedModel, folder: Path, values: Values) -> UnnamedFile:
     """The working file of all weights that ``model`` streams from one, on the disk of ``folder``. Raises TransferError
     where that has no room."""
-    most = max(each.granule.nbytes for each in model.trained)
-    scratch = map_ram(most)
-    memory = memoryview((ctypes.c_char * most).from_address(scratch.data_ptr())).cast("B")
+    scratch = map_ram(max(each.granule.nbytes for each in model.trained))
+    memory = tensor_bytes(scratch)
     file = UnnamedFile(folder, "weights")
     try:
         file.reserve(model.space.nbytes)

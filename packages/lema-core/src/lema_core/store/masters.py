@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
+from lema_core.checkpoint.reading import tensor_bytes
 from lema_core.device import map_ram
 from lema_core.store.fixed import Values, set_granule
 from lema_core.store.granules import Part
@@ -25,10 +24,8 @@ class Masters:
         self.file = file
         self.window = window
         self._expert_window = expert_window
-        most = max(each.granule.nbytes for each in model.trained)
-        self._scratch = map_ram(most)
-        address = (ctypes.c_char * most).from_address(self._scratch.data_ptr())
-        self._memory = memoryview(address).cast("B")
+        self._scratch = map_ram(max(each.granule.nbytes for each in model.trained))
+        self._memory = tensor_bytes(self._scratch)
         #: the granule that the scratch memory holds, as it is in the file
         self._read_last: int | None = None
         self.bytes_read = self.bytes_written = 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lema_core.checkpoint.reading import tensor_bytes
 from lema_core.device import map_ram
 from lema_core.errors import DataError
 from lema_core.ops.widen import TorchWiden, Widen
@@ -46,7 +46,7 @@ class RowCache:
         self._rows = map_ram(self.n_rows * self._row_bytes)[: self.n_rows * self._row_bytes]
         self._rows = self._rows.view(info.dtype).view(self.n_rows, info.shape[1])
         self._bounce = bounce
-        self._bounce_memory = memoryview((ctypes.c_char * len(bounce)).from_address(bounce.data_ptr())).cast("B")
+        self._bounce_memory = tensor_bytes(bounce)
         self._slots: OrderedDict[int, int] = OrderedDict()
         self._ever_filled = 0
         self.bytes_read = 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch import Tensor
 
+from lema_core.checkpoint.reading import tensor_bytes
 from lema_core.store.granules import whole_sectors
 from lema_core.store.unnamed import FULL, UnnamedFile, free_bytes
 
@@ -27,7 +27,7 @@ class SpillFile:
     def __init__(self, folder: Path, bounce: Tensor) -> None:
         self.folder = folder
         self._bounce = bounce
-        self._memory = memoryview((ctypes.c_char * len(bounce)).from_address(bounce.data_ptr())).cast("B")
+        self._memory = tensor_bytes(bounce)
         self._used: dict[int, int] = {}
         self._end = 0
         self.bytes_now = 0
