@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
@@ -24,15 +25,12 @@ class GradientStream(Gradients):
     a gradient of an earlier step is lost, and returns when nobody needs it any more.
     """
 
-    def __init__(
-        self,
-        model: StreamedModel,
-        stream: StateStream,
-        encoding: Encoding,
-    ) -> None:
+    def __init__(self, model: StreamedModel, stream: StateStream, encoding: Encoding) -> None:
         self.stream = stream
         self.encoding = encoding
         self._model = model
+        #: that compute waited for an accumulator
+        self.wait_s = 0.0
         self.done: Callable[[int], None] | None = None
         self.before_zeros: Callable[[int], None] | None = None
         self._numbers = {part: each.number for each in model.trained for part in each.parts}
@@ -106,7 +104,9 @@ class GradientStream(Gradients):
         fresh = number not in self._begun
         if fresh and self.before_zeros is not None:
             self.before_zeros(number)
+        started = time.perf_counter()
         record = self.stream.take(number, fresh)
+        self.wait_s += time.perf_counter() - started
         self._begun.add(number)
         try:
             with self.encoding.decoded(record, self._model.trained[number].granule.nbytes // 4) as numbers:

@@ -6,17 +6,15 @@ the others pass through a few slots. A thread reads ahead what was announced and
 
 from __future__ import annotations
 
-import ctypes
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 from pathlib import Path
 from threading import Condition, Thread
 
-import torch
 from torch import Tensor
 
+from lema_core.checkpoint.reading import tensor_bytes
 from lema_core.device import map_ram
 from lema_core.errors import PlanError
 from lema_core.store.granules import whole_sectors
@@ -82,8 +80,7 @@ class StateStream:
             for slot in range(self.n_slots):
                 piece = ring[slot * self._largest : (slot + 1) * self._largest]
                 self._ring.append(piece)
-                address = (ctypes.c_char * len(piece)).from_address(piece.data_ptr())
-                self._memory.append(memoryview(address).cast("B"))
+                self._memory.append(tensor_bytes(piece))
             self._file = UnnamedFile(folder, {"optim": "optimizer states", "grads": "gradients"}[kind])
             self._file.reserve(end)
         self._holds: list[int | None] = [None] * self.n_slots
@@ -99,7 +96,6 @@ class StateStream:
         self._error: BaseException | None = None
         self._closing = False
         self.bytes_read = self.bytes_written = 0
-        self.wait_s = 0.0
         self._thread: Thread | None = None
         if self._offsets:
             self._thread = Thread(target=self._serve, name=f"lema-{kind}", daemon=True)
@@ -146,9 +142,7 @@ class StateStream:
         if fresh:
             memory.zero_()
         elif read:
-            started = time.perf_counter()
             self._transfer(slot, record, write=False)
-            self.wait_s += time.perf_counter() - started
         return memory
 
     def give(self, number: int, changed: bool = True, more: bool = False, keep: bool = True) -> None:
@@ -216,7 +210,6 @@ class StateStream:
 
     def _claim(self, record: int, fresh: bool) -> tuple[int, bool]:
         """The slot of a record, taken, and whether it has to be read."""
-        started = time.perf_counter()
         with self._moved:
             while True:
                 self._raise_error()
@@ -225,13 +218,11 @@ class StateStream:
                     slot = self._room()
                     if slot is not None:
                         self._assign(slot, record, _Slot.TAKEN)
-                        self.wait_s += time.perf_counter() - started
                         return slot, not fresh
                 elif self._state[slot] is _Slot.TAKEN:
                     raise PlanError(f"{self.kind}: record {record} is taken twice")
                 elif self._state[slot] is not _Slot.MOVING:
                     self._settle(slot, _Slot.TAKEN)
-                    self.wait_s += time.perf_counter() - started
                     return slot, False
                 self._moved.wait()
 
@@ -334,8 +325,3 @@ class StateStream:
                 self.bytes_read += nbytes
         except OSError as error:
             raise self._file.refused("written" if write else "read", error, nbytes) from error
-
-
-def as_numbers(record: Tensor) -> Tensor:
-    """A record's bytes as fp32; the same memory."""
-    return record.view(torch.float32)

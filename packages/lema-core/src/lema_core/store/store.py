@@ -216,7 +216,9 @@ class TensorStore:
         read = self._reader.bytes_read + own.masters.bytes_read
         return {
             "weights": (read, demanded, link_bytes, own.masters.bytes_written, wait_s + own.wait_s),
-            **{s.kind: (s.bytes_read, 0, 0, s.bytes_written, s.wait_s) for s in (own.moments.stream, own.grads.stream)},
+            # Moments are taken beside the compute, which waits for weights alone then.
+            "optim": (own.moments.stream.bytes_read, 0, 0, own.moments.stream.bytes_written, 0.0),
+            "grads": (own.grads.stream.bytes_read, 0, 0, own.grads.stream.bytes_written, own.grads.wait_s),
         }
 
     def stats(self) -> dict[str, StoreStats]:
@@ -243,7 +245,7 @@ class TensorStore:
                 held[stream.kind] = (stream.ram_bytes,) * 3 + (0,) * 3
         found = {}
         for kind, now in self._totals().items():
-            before = self._step_start.get(kind, (0, 0, 0, 0, 0.0))
+            before = self._step_start[kind]
             read, demanded, copied, written, waited = (a - b for a, b in zip(now, before, strict=True))
             found[kind] = StoreStats(
                 *held[kind],

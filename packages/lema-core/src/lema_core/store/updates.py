@@ -99,8 +99,9 @@ class WeightUpdates:
         self._changed = Condition()
         self._rows_changed = False
         self._error: BaseException | None = None
-        #: the pass under way, and how many orders the thread has not carried out
+        #: the pass under way, where it uses what, and how many orders the thread has not carried out
         self._view: PassView | None = None
+        self._uses: Mapping[int, Use] = {}
         self._orders = 0
         #: by record of gradients: the granules that have it in turn
         self._of_room: dict[int, list[int]] = {}
@@ -110,6 +111,7 @@ class WeightUpdates:
         self._jobs: SimpleQueue[tuple[PassView | None, list[_Job]] | None] = SimpleQueue()
         self._thread = Thread(target=self._serve, name="lema-update", daemon=True)
         self._thread.start()
+        #: that compute waited for an update
         self.wait_s = 0.0
 
     # -- what is decided
@@ -133,10 +135,7 @@ class WeightUpdates:
         index, slot, stays = each.granule.index, None, False
         if each.region is Region.STREAM:
             slot = self._view.last_slot(index)
-            use = self._view.uses()[index]
-            stays = slot is not None and use.stays
-            if stays and index in self._shared:
-                stays = all(self._view.uses()[granule].stays for granule in self._shared)
+            stays = slot is not None and self._uses[index].stays
         else:
             self.masters.drop(each)
         with self._changed:
@@ -167,7 +166,7 @@ class WeightUpdates:
         self._save(lambda granule: granule not in staying)
         jobs = sorted(self._planned(uses), key=lambda found: (found[0], found[1].number))
         ordered = [job for _, job in jobs]
-        self._view = view
+        self._view, self._uses = view, uses
         if not ordered:
             return
         with self._changed:
@@ -227,7 +226,7 @@ class WeightUpdates:
 
     def _await_number(self, number: int) -> None:
         if number in self._pending:
-            self._await(lambda: number not in self._pending)
+            self._compute_waits(lambda: number not in self._pending)
 
     def await_file(self, region: Region, granule: int) -> None:
         """Called before a granule is read from the file."""
@@ -239,16 +238,19 @@ class WeightUpdates:
         """Called before a slot is given up."""
         number = self._numbers.get((Region.STREAM, granule))
         if number is not None and number in self._writing:
-            self._await(lambda: number not in self._writing)
+            self._compute_waits(lambda: number not in self._writing)
+
+    def _compute_waits(self, ready: Callable[[], bool]) -> None:
+        started = time.perf_counter()
+        self._await(ready)
+        self.wait_s += time.perf_counter() - started
 
     def _await(self, ready: Callable[[], bool]) -> None:
-        started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: ready() or not self._orders)
         self._raise_error()
         if not ready():
             raise Abandoned
-        self.wait_s += time.perf_counter() - started
 
     # -- outside passes
 
@@ -308,8 +310,9 @@ class WeightUpdates:
         for part in parts:
             self.await_applied(region, part.granule)
         if self._numbers[region, parts[0].granule] not in self._unsaved:
-            for part in parts:
-                self.await_saved(part.granule)
+            if region is Region.STREAM:
+                for part in parts:
+                    self.await_saved(part.granule)
             return None
         rows = torch.empty(len(ids), parts[0].shape[1])
         for part in parts:
