@@ -175,20 +175,19 @@ class Trainer:
             )
         too_large = self._scale.may_shrink and math.isfinite(loss)
         self._scale.after(outcome.culprit is None)
-        if outcome.culprit is not None and too_large:
-            self.skipped_steps += 1
-            self._say(
-                f"step {self.step + 1}: {outcome.culprit} is not finite in fp16; the step is skipped, no weight was "
-                f"changed; the loss scale is {self._scale.value:g} now"
-            )
-        elif outcome.culprit is not None:
-            self.skipped_steps += 1
-            self._non_finite_in_a_row += 1
-            self._say(
-                f"step {self.step + 1}: {outcome.culprit} is not finite; the step is skipped, no weight was changed"
-            )
-        else:
+        if outcome.culprit is None:
             self._non_finite_in_a_row = 0
+            return outcome.norm
+        self.skipped_steps += 1
+        where = after = ""
+        if too_large:
+            where, after = " in fp16", f"; the loss scale is {self._scale.value:g} now"
+        else:
+            self._non_finite_in_a_row += 1
+        self._say(
+            f"step {self.step + 1}: {outcome.culprit} is not finite{where}; the step is skipped, no weight was "
+            f"changed{after}"
+        )
         return outcome.norm
 
     def _learning_rate(self) -> float | None:

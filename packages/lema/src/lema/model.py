@@ -121,7 +121,7 @@ class LemaModel:
     def load_lora(self, path: str | Path) -> None:
         """Put the LoRA weights of a PEFT folder or checkpoint on the model."""
         self._require_no_runner()
-        method = load_object(get_plugin_manager().training_method("lora").method)
+        method = load_object(get_plugin_manager().training_method(LORA).method)
         self.training = method.load(Path(path), self.adapter, self._device.torch_device)
 
     def _stream_trained(self, weights: Collection[str]) -> None:
