@@ -263,8 +263,12 @@ def _heading(model: LemaModel, selected: str, rows: Dataset, total_steps: int) -
 
 
 def _budgets(model: LemaModel) -> dict[str, int]:
-    weights = model.stats()["weights"]
-    return {"ram": weights.ram_window_bytes, "device": weights.device_window_bytes}
+    """What the streams were given; activations come and go within what is left."""
+    given = [stats for kind, stats in model.stats().items() if kind != "activations"]
+    return {
+        "ram": sum(stats.ram_window_bytes for stats in given),
+        "device": sum(stats.device_window_bytes for stats in given),
+    }
 
 
 def _memory(model: LemaModel) -> dict[str, int]:
