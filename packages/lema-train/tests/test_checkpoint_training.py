@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lema_core import atomic
+from lema_core.atomic import atomic_folder, check_free_space, clean_leftovers
 from lema_core.checkpoint import TensorToWrite, read_header, read_tensor, write_safetensors
 from lema_core.errors import CheckpointError, ConfigError
-from lema_train import atomic
-from lema_train.atomic import atomic_folder, check_free_space, clean_leftovers
 from lema_train.checkpoint import (
     OPTIMIZER_FILE,
     STATE_FILE,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from lema_core.atomic import clean_leftovers
 from lema_core.errors import CheckpointError, ConfigError
-from lema_train.atomic import clean_leftovers
 from lema_train.claim import LOCK_FILE, claimed
 
 HOLD = "import sys\nfrom pathlib import Path\nfrom lema_train.claim import claimed\n"

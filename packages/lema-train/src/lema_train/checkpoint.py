@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lema_core.atomic import atomic_folder, remove_folder, write_json
 from lema_core.checkpoint import TensorInfo, read_header, write_safetensors
 from lema_core.errors import CheckpointError, ConfigError
-from lema_train.atomic import atomic_folder, remove_folder, write_json
 from lema_train.state import FORMAT_VERSION, TrainerState
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
 
 
 def checkpoint_bytes(files: TrainedFiles) -> int:
-    """Disk space one checkpoint takes at most; for :func:`lema_train.atomic.check_free_space` before a run."""
+    """Disk space one checkpoint takes at most; for :func:`lema_core.atomic.check_free_space` before a run."""
     return files.nbytes + _OVERHEAD_BYTES
 
 

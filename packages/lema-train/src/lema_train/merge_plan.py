@@ -12,18 +12,13 @@ from typing import Any
 
 import torch
 
+from lema_core.atomic import check_replaceable
 from lema_core.checkpoint import Manifest, TensorInfo, read_header, read_hf_config
+from lema_core.checkpoint.beside import files_beside
 from lema_core.checkpoint.manifest import INDEX_NAME, SINGLE_NAME
 from lema_core.errors import CheckpointError
-from lema_train.atomic import check_replaceable
 from lema_train.merge import Change, Changes
 
-#: what is copied beside the weights: configs, tokenizers, chat templates, code and vocabularies
-_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".spm", ".bpe", ".py")
-_TERMS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-_TEMPLATES = "additional_chat_templates"
-#: transformers would load an adapter that lies in the folder onto the model
-_LEFT = ("adapter_config.json", "trainer_state.json")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -123,7 +118,7 @@ def plan_merge(
             for name, shard in zip(names, shards, strict=True)
         ]
     config = _config(manifest.folder, changes.config, dtype)
-    copied = [path for path in _beside(manifest.folder) if config is None or path != Path("config.json")]
+    copied = [path for path in files_beside(manifest.folder) if config is None or path != Path("config.json")]
     return MergePlan(manifest.folder, tuple(files), _index(manifest, files) if indexed else None, config, tuple(copied))
 
 
@@ -218,12 +213,3 @@ def _config(folder: Path, changed: Mapping[str, Any], dtype: torch.dtype | None)
         spelled = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
         edited |= dict.fromkeys(spelled, str(dtype).removeprefix("torch."))
     return None if edited == config else edited
-
-
-def _beside(folder: Path) -> Iterator[Path]:
-    """What is copied, below ``folder``."""
-    for path in sorted([*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja")]):
-        index = path.name.endswith(".index.json")
-        kept = path.name.endswith(_SUFFIXES) or path.name.upper().startswith(_TERMS)
-        if kept and not index and path.name not in _LEFT and not path.name.startswith(".") and path.is_file():
-            yield path.relative_to(folder)

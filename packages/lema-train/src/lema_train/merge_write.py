@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lema_core.atomic import atomic_folder, room_for
 from lema_core.checkpoint import read_elements, write_safetensors
 from lema_core.checkpoint.header import DTYPE_NAMES
 from lema_core.checkpoint.manifest import INDEX_NAME
 from lema_core.errors import CheckpointError
 from lema_core.store.granules import MAX_GRANULE_BYTES
-from lema_train.atomic import atomic_folder, room_for
 from lema_train.merge import Update, matrix_shape
 from lema_train.merge_plan import MergePlan, PlannedFile, PlannedTensor, check_target, check_target_file
 

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from lema_core.adapter import ModelAdapter, TensorSpec
+from lema_core.atomic import write_json
 from lema_core.checkpoint import TensorInfo, read_header, read_tensor, write_safetensors
 from lema_core.checkpoint.describe import shorten
 from lema_core.errors import CheckpointError, ConfigError
 from lema_core.selection import ALL_LINEAR, matches
-from lema_train.atomic import write_json
 from lema_train.checkpoint import find_checkpoints
 from lema_train.lora import LoraConfig, LoraWeights, lora_shapes
 from lema_train.peft_stacks import (

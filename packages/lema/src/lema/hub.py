@@ -28,11 +28,11 @@ from queue import Queue
 from typing import Any, BinaryIO
 
 from lema.display import byte_progress
+from lema_core.atomic import check_free_space
 from lema_core.errors import CheckpointError
 from lema_core.files import replacing
 from lema_core.folder_source import looks_like_path
 from lema_core.records import CheckpointSource
-from lema_train.atomic import check_free_space
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

@@ -18,6 +18,7 @@ from lema.config import LORA, SELECTIVE_FULL, LemaConfig
 from lema.planner import Machine, RunPlan, Workload, plan_run, step_choices, this_machine
 from lema.prediction import tier_memory
 from lema.random_model import random_model
+from lema_core.atomic import atomic_folder, check_free_space
 from lema_core.budgets import parse_amount
 from lema_core.checkpoint import TensorInfo, bind_tensors, read_generation_config, read_hf_config, read_manifest
 from lema_core.device import Device, open_device
@@ -41,7 +42,6 @@ from lema_core.store.model import cut_model
 from lema_core.store.state_plan import StateCodecs
 from lema_core.store.store import StoreStats, TensorStore
 from lema_core.training import TrainedFiles, Training, TrainingMethodClass, WeightTraining
-from lema_train.atomic import atomic_folder, check_free_space
 from lema_train.checkpoint import STATE_FILE, read_checkpoint
 from lema_train.data import TextStream, Tokenizer
 from lema_train.delta import DELTA_FILE, Delta, read_delta

@@ -28,6 +28,7 @@ from torch import Tensor
 from lema.config import LemaConfig
 from lema.display import byte_progress
 from lema_core.adapter import TensorSpec
+from lema_core.atomic import atomic_folder, check_free_space
 from lema_core.cache import cache_folder
 from lema_core.checkpoint import read_hf_config, write_safetensors
 from lema_core.errors import CheckpointError, ConfigError
@@ -35,7 +36,6 @@ from lema_core.memory import format_bytes, process_memory_limit
 from lema_core.plugins import get_plugin_manager
 from lema_core.records import load_object
 from lema_core.suggest import unknown_name
-from lema_train.atomic import atomic_folder, check_free_space
 
 if TYPE_CHECKING:
     from lema_core.adapter import ModelAdapter

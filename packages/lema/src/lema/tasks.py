@@ -16,10 +16,10 @@ from lema.interrupts import StopRequest
 from lema.metrics import MetricsWriter, finite_or_null, read_steps, refuse_earlier_run
 from lema.model import LemaModel
 from lema.prediction import measured, predicted
+from lema_core.atomic import check_free_space, clean_leftovers, write_json
 from lema_core.errors import CheckpointError
 from lema_core.memory import anonymous_bytes, peak_rss_bytes
 from lema_core.plugins import get_plugin_manager
-from lema_train.atomic import check_free_space, clean_leftovers, write_json
 from lema_train.checkpoint import STATE_FILE, latest_complete
 from lema_train.claim import claimed
 from lema_train.data import (
