@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,7 @@ def atomic_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
         temporary.mkdir()
         try:
             yield temporary
-            for path in temporary.rglob("*"):
-                _sync(path)
-            _sync(temporary)
-            _put_in_place(temporary, final)
+            put_in_place(temporary, final)
         except BaseException:
             # the first error counts; what cannot be deleted now is found as a leftover later
             shutil.rmtree(temporary, ignore_errors=True)
@@ -74,6 +71,59 @@ def check_replaceable(final: Path, names: Set[str]) -> None:
             f"{final}: holds files that are not part of this save and would be lost: {', '.join(sorted(foreign)[:4])}: "
             "move them away"
         )
+
+
+def check_target(output_dir: Path, names: Set[str], sources: Iterable[Path]) -> Path:
+    """The folder that ``output_dir`` is, links followed, when a folder of ``names`` may be written there.
+
+    Raises CheckpointError when it is a folder of ``sources`` or holds one, holds a file of theirs under whatever name,
+    or files that are not of ``names``.
+    """
+    final = Path(os.path.realpath(output_dir))
+    read: dict[tuple[int, int], Path] = {}
+    for source in sources:
+        if final == source.resolve() or final in source.resolve().parents:
+            raise CheckpointError(
+                f"output_dir: {output_dir} is or holds {source}, which is read: give a folder of its own"
+            )
+        read |= {identity_of(path): path for path in source.iterdir() if path.is_file()}
+    for path in final.rglob("*") if final.is_dir() else ():
+        if path.is_file() and identity_of(path) in read:
+            raise CheckpointError(
+                f"output_dir: {path} is {read[identity_of(path)]} by another name: give a folder of its own"
+            )
+    check_replaceable(final, names)
+    return final
+
+
+def identity_of(path: Path) -> tuple[int, int]:
+    """What two names of one file have in common."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def put_in_place(folder: Path, final: Path) -> None:
+    """``folder``, complete and beside its place, becomes ``final``, replacing what was there as a whole; synced.
+
+    Raises CheckpointError when ``final`` holds files that ``folder`` does not, OSError when the disk refuses.
+    """
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
+    if not final.exists():
+        os.rename(folder, final)
+        _sync(final.parent)
+        return
+    check_replaceable(final, {path.name for path in folder.iterdir()})
+    aside = _beside(final, "old")
+    os.rename(final, aside)
+    try:
+        os.rename(folder, final)
+    except OSError:
+        os.rename(aside, final)
+        raise
+    _sync(final.parent)
+    shutil.rmtree(aside)
 
 
 def remove_folder(folder: Path) -> None:
@@ -147,23 +197,6 @@ def _explained(final: Path, needed_bytes: int) -> Iterator[None]:
             f"{final}: cannot be written: {cause.strerror}: {needed_bytes} bytes needed, {_free_bytes(final)} bytes "
             "free on its disk: make room, or raise the limit on file sizes"
         ) from error
-
-
-def _put_in_place(temporary: Path, final: Path) -> None:
-    if not final.exists():
-        os.rename(temporary, final)
-        _sync(final.parent)
-        return
-    check_replaceable(final, {path.name for path in temporary.iterdir()})
-    aside = _beside(final, "old")
-    os.rename(final, aside)
-    try:
-        os.rename(temporary, final)
-    except OSError:
-        os.rename(aside, final)
-        raise
-    _sync(final.parent)
-    shutil.rmtree(aside)
 
 
 def _beside(folder: Path, kind: str) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lema_core.atomic import check_replaceable
+from lema_core.atomic import identity_of
 from lema_core.checkpoint import Manifest, TensorInfo, read_header, read_hf_config
 from lema_core.checkpoint.beside import files_beside
 from lema_core.checkpoint.manifest import INDEX_NAME, SINGLE_NAME
@@ -71,6 +71,12 @@ class MergePlan:
         return (tensor for file in self.files for tensor in file.tensors)
 
     @property
+    def names(self) -> set[str]:
+        """What the folder may hold; an earlier one with no more than that is replaced."""
+        beside = {path.parts[0] for path in self.copied}
+        return {file.name for file in self.files} | beside | {INDEX_NAME, "config.json"}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of tensor data."""
         return sum(file.nbytes for file in self.files)
@@ -122,30 +128,6 @@ def plan_merge(
     return MergePlan(manifest.folder, tuple(files), _index(manifest, files) if indexed else None, config, tuple(copied))
 
 
-def check_target(plan: MergePlan, output_dir: Path, sources: Iterable[Path]) -> Path:
-    """The folder that ``output_dir`` is, links followed, when ``plan`` may be written there.
-
-    Raises CheckpointError when it is a folder of ``sources`` or holds one, holds a file of theirs under whatever name,
-    or files that the plan does not write.
-    """
-    final = Path(os.path.realpath(output_dir))
-    read: dict[tuple[int, int], Path] = {}
-    for source in sources:
-        if final == source.resolve() or final in source.resolve().parents:
-            raise CheckpointError(
-                f"output_dir: {output_dir} is or holds {source}, which is read: give a folder of its own"
-            )
-        read |= {_identity(path): path for path in source.iterdir() if path.is_file()}
-    for path in final.rglob("*") if final.is_dir() else ():
-        if path.is_file() and _identity(path) in read:
-            raise CheckpointError(
-                f"output_dir: {path} is {read[_identity(path)]} by another name: give a folder of its own"
-            )
-    names = {file.name for file in plan.files} | {path.parts[0] for path in plan.copied} | {INDEX_NAME, "config.json"}
-    check_replaceable(final, names)
-    return final
-
-
 def check_target_file(path: Path, sources: Iterable[Path]) -> Path:
     """The file that ``path`` is, links followed, when it may be written: it is none of ``sources``, under whatever
     name, and no folder. Raises CheckpointError otherwise."""
@@ -153,14 +135,9 @@ def check_target_file(path: Path, sources: Iterable[Path]) -> Path:
     if final.is_dir():
         raise CheckpointError(f"{path}: a file to write expected, a folder found: give the name of a file")
     for source in sources if final.exists() else ():
-        if _identity(final) == _identity(source):
+        if identity_of(final) == identity_of(source):
             raise CheckpointError(f"{path} is {source}, which is read: give another file to write")
     return final
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_dev, status.st_ino
 
 
 def _paths(manifest: Manifest) -> list[Path]:

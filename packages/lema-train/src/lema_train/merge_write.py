@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lema_core.atomic import atomic_folder, room_for
+from lema_core.atomic import atomic_folder, check_target, room_for
 from lema_core.checkpoint import read_elements, write_safetensors
 from lema_core.checkpoint.header import DTYPE_NAMES
 from lema_core.checkpoint.manifest import INDEX_NAME
 from lema_core.errors import CheckpointError
 from lema_core.store.granules import MAX_GRANULE_BYTES
 from lema_train.merge import Update, matrix_shape
-from lema_train.merge_plan import MergePlan, PlannedFile, PlannedTensor, check_target, check_target_file
+from lema_train.merge_plan import MergePlan, PlannedFile, PlannedTensor, check_target_file
 
 #: numbers of a block; with the update and the rounded values beside it, less than one granule is in memory
 _BLOCK = MAX_GRANULE_BYTES // 32
@@ -79,7 +79,7 @@ def write_merged(
     when ``output_dir`` may not be replaced or its disk has too little room, and naming the tensor when a number is not
     finite, or too large for the type it is stored as.
     """
-    final = check_target(plan, output_dir, [plan.folder, *sources])
+    final = check_target(output_dir, plan.names, [plan.folder, *sources])
     report = MergeReport(final)
     with atomic_folder(final, plan.needed_bytes) as folder:
         for path in plan.copied:
