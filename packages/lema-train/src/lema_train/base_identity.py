@@ -96,7 +96,7 @@ def difference(expected: BaseIdentity, base: Manifest, say: Callable[[str], None
 
 def weight_paths(base: Manifest) -> list[Path]:
     """The files that the tensors of ``base`` are in."""
-    return sorted({info.segment.path for info in base.tensors.values()})
+    return base.paths
 
 
 def sha256_of(path: Path, say: Callable[[str], None] = lambda line: None) -> str:

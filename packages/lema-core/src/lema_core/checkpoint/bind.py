@@ -17,11 +17,14 @@ from lema_core.adapter import ModelAdapter, TensorSpec
 from lema_core.checkpoint.describe import describe_layers, shorten
 from lema_core.checkpoint.header import DTYPE_NAMES
 from lema_core.checkpoint.manifest import Manifest
+from lema_core.checkpoint.quantized import unreadable
 from lema_core.checkpoint.reading import same_values
 from lema_core.checkpoint.segments import TensorInfo
 from lema_core.errors import CheckpointError
 
 TRAINABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: what products are computed with and rows are looked up in; all else is small, and stays as it was
+QUANTIZABLE_ROLES = ("linear", "expert", "router", "head", "embedding")
 
 
 def bind_tensors(manifest: Manifest, adapter: ModelAdapter) -> dict[str, TensorInfo]:
@@ -32,7 +35,8 @@ def bind_tensors(manifest: Manifest, adapter: ModelAdapter) -> dict[str, TensorI
 
     Warns by name of tensors that the model has no use for, except ``adapter.ignored``. Raises CheckpointError for
     missing tensors, layers that the config does not have, other shapes than the config implies, and dtypes that are
-    not weights.
+    not weights; quantized tensors that are not multiplied or looked up, or of which the adapter takes what cannot be
+    cut out.
     """
     specs = {spec.name: spec for spec in adapter.tensors()}
     ignored = [re.compile(pattern) for pattern in adapter.ignored]
@@ -177,14 +181,26 @@ def _check_extra_layers(
 
 
 def _check_fits(spec: TensorSpec, info: TensorInfo) -> None:
-    if info.shape != tuple(spec.shape):
-        raise CheckpointError(
-            f"{info.segment.path}: tensor {info.name!r}: shape {list(spec.shape)} expected from the config, "
-            f"{list(info.shape)} found; correct config.json or use the files it belongs to"
-        )
+    where = f"{info.segment.path}: tensor {info.name!r}"
     if info.dtype not in TRAINABLE_DTYPES:
         names = ", ".join(DTYPE_NAMES[dtype] for dtype in TRAINABLE_DTYPES)
+        reason = unreadable(info) or "use the model's unquantized files"
+        raise CheckpointError(f"{where}: dtype {DTYPE_NAMES[info.dtype]} found, {names} expected; {reason}")
+    if info.shape != tuple(spec.shape):
         raise CheckpointError(
-            f"{info.segment.path}: tensor {info.name!r}: dtype {DTYPE_NAMES[info.dtype]} found, {names} expected; "
-            "use the model's unquantized files"
+            f"{where}: shape {list(spec.shape)} expected from the config, {list(info.shape)} found; correct "
+            "config.json or use the files it belongs to"
+        )
+    if info.quantized is None:
+        return
+    if spec.role not in QUANTIZABLE_ROLES:
+        raise CheckpointError(
+            f"{where}: {info.storage} found, and a {spec.role} is not computed with quantized; quantize the model "
+            "again without it, or use its unquantized files"
+        )
+    expected = [(part.dtype, part.shape) for part in info.quantized.format.parts(info.shape)]
+    if expected != [(part.dtype, part.shape) for part in info.quantized.parts]:
+        raise CheckpointError(
+            f"{where}: {info.storage}, and {spec.name} is a part of it that cannot be cut out of quantized rows; "
+            "quantize the model again without it, or use its unquantized files"
         )

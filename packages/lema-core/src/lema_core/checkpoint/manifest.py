@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lema_core.checkpoint.describe import describe_layers, layer_number, shorten
-from lema_core.checkpoint.header import read_header
+from lema_core.checkpoint.header import SafetensorsHeader, read_header
+from lema_core.checkpoint.quantized import check_config, declared, folded
 from lema_core.checkpoint.segments import TensorInfo
 from lema_core.errors import CheckpointError
 
@@ -26,10 +27,24 @@ _MAX_JSON_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Manifest:
-    """Every tensor of the checkpoint in ``folder``, by the name its file gives it."""
+    """Every tensor of the checkpoint in ``folder``, by the name its file gives it; a quantized one with its scales, by
+    the name of what it stands for."""
 
     folder: Path
     tensors: dict[str, TensorInfo]
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that the tensors are in."""
+        return sorted({each.segment.path for info in self.tensors.values() for each in info.stored})
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """Every tensor of files as it is in them, and the ``headers`` of these."""
+
+    tensors: dict[str, TensorInfo]
+    headers: tuple[SafetensorsHeader, ...]
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -53,8 +68,25 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check the headers of all weight files of ``folder``. No tensor data is read.
 
     Raises CheckpointError: no weights, only pickled ``.bin`` weights, a damaged file, shards or tensors that the index
-    names and the folder lacks, one tensor name in two files.
+    names and the folder lacks, one tensor name in two files; weights that another library quantized, or that are not as
+    files or config.json say.
     """
+    stored = read_stored(folder)
+    tensors = folded(stored.tensors, declared(stored.headers))
+    if (folder / "config.json").is_file():
+        check_config(folder / "config.json", read_hf_config(folder), tensors)
+    return Manifest(folder, tensors)
+
+
+def read_file_manifest(path: Path) -> Manifest:
+    """:func:`read_manifest` of the tensors in one file of a folder."""
+    header = read_header(path)
+    return Manifest(path.parent, folded(header.tensors, declared([header])))
+
+
+def read_stored(folder: Path) -> StoredTensors:
+    """The tensors of all weight files of ``folder`` as they lie there, whatever they mean. Raises CheckpointError as
+    :func:`read_manifest` does of files."""
     files = weight_files(folder)
     index = folder / INDEX_NAME
     if index.is_file():
@@ -67,18 +99,20 @@ def read_manifest(folder: Path) -> Manifest:
                 f"shards; not read: {shorten(others) or 'none'}; remove one of the two sets of weights",
                 stacklevel=2,
             )
-            return Manifest(folder, read_header(single).tensors)
-        return Manifest(folder, _read_shards(folder, index, shards))
+            header = read_header(single)
+            return StoredTensors(header.tensors, (header,))
+        return _read_shards(folder, index, shards)
     tensors = {}
-    for path in files:
-        for name, info in read_header(path).tensors.items():
+    headers = tuple(map(read_header, files))
+    for path, header in zip(files, headers, strict=True):
+        for name, info in header.tensors.items():
             if name in tensors:
                 raise CheckpointError(
                     f"{folder}: {tensors[name].segment.path.name} and {path.name} both hold tensor {name!r} and no "
                     f"{INDEX_NAME} says which counts; remove one of the files"
                 )
             tensors[name] = info
-    return Manifest(folder, tensors)
+    return StoredTensors(tensors, headers)
 
 
 def check_folder(folder: Path) -> None:
@@ -142,9 +176,10 @@ def _shards(index: Path) -> dict[str, list[str]]:
     return shards
 
 
-def _read_shards(folder: Path, index: Path, shards: dict[str, list[str]]) -> dict[str, TensorInfo]:
+def _read_shards(folder: Path, index: Path, shards: dict[str, list[str]]) -> StoredTensors:
     problems: list[str] = []
     tensors: dict[str, TensorInfo] = {}
+    headers: list[SafetensorsHeader] = []
     absent_files = [file for file in shards if not (folder / file).is_file()]
     for file in absent_files:
         layers = describe_layers(layer_number(name) for name in shards[file])
@@ -153,6 +188,7 @@ def _read_shards(folder: Path, index: Path, shards: dict[str, list[str]]) -> dic
         if file in absent_files:
             continue
         header = read_header(folder / file)
+        headers.append(header)
         absent = [name for name in names if name not in header.tensors]
         if absent:
             layers = describe_layers(layer_number(name) for name in absent)
@@ -160,4 +196,4 @@ def _read_shards(folder: Path, index: Path, shards: dict[str, list[str]]) -> dic
         tensors.update((name, header.tensors[name]) for name in names if name in header.tensors)
     if problems:
         raise CheckpointError(f"{index}: {'; '.join(problems)}; the download is incomplete: download the model again")
-    return tensors
+    return StoredTensors(tensors, tuple(headers))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lema_core.checkpoint.segments import TensorInfo
 from lema_core.errors import CheckpointError
+from lema_core.quantization.formats import WireFormat
 
 _PIECE_ELEMENTS = 1 << 20
 
@@ -23,18 +25,46 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def read_tensor(info: TensorInfo) -> Tensor:
-    """Read ``info``'s data into a fresh CPU tensor. Raises CheckpointError when the file cannot give all of it."""
+    """Read ``info``'s data into a fresh CPU tensor, decoded where it is quantized. Raises CheckpointError when the file
+    cannot give all of it."""
     return read_elements(info, 0, prod(info.shape)).view(info.shape)
 
 
 def read_elements(info: TensorInfo, start: int, count: int) -> Tensor:
-    """``count`` elements of ``info``'s data from ``start`` on, row-major, as a fresh CPU tensor [count].
+    """``count`` elements of ``info``'s data from ``start`` on, row-major, as a fresh CPU tensor [count]; those of a
+    quantized one decoded, of whose rows whole ones are read.
 
-    Raises CheckpointError when the file cannot give all of them.
+    Raises CheckpointError when the file cannot give all of them, and for scales that are none.
     """
+    if info.quantized is not None:
+        columns = info.shape[1]
+        first = start // columns
+        rows = read_rows(info, first, -(-(start + count) // columns))
+        return rows.flatten()[start - first * columns :][:count]
     tensor = torch.empty(count, dtype=info.dtype)
     _read_into(info, start * info.dtype.itemsize, tensor)
     return tensor
+
+
+def read_rows(info: TensorInfo, start: int, stop: int) -> Tensor:
+    """Rows ``start:stop`` of a quantized tensor, decoded: fp32 [rows, K]. Raises as :func:`read_elements`."""
+    form, parts = info.quantized.format, []
+    for part in info.quantized.parts:
+        row = prod(part.shape[1:])
+        parts.append(read_elements(part, start * row, (stop - start) * row).view(stop - start, *part.shape[1:]))
+    if (wrong := form.wrong_scales(tuple(parts))) is not None:
+        raise scales_error(info.segment.path, info.name, form, wrong)
+    out = torch.empty(stop - start, info.shape[1])
+    form.decode(tuple(parts), out)
+    return out
+
+
+def scales_error(path: Path, name: str, form: WireFormat, reason: str) -> CheckpointError:
+    """For scales of which :meth:`WireFormat.wrong_scales` gave a reason."""
+    return CheckpointError(
+        f"{path}: tensor {name!r}: {form.name}, and its scales hold a number that is {reason}: the file is damaged or "
+        "was not quantized well: download it or quantize the model again"
+    )
 
 
 def same_values(one: TensorInfo, other: TensorInfo) -> bool:

@@ -7,7 +7,7 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lema_core.checkpoint import Segment, TensorInfo, read_header, read_manifest
-from lema_core.checkpoint.manifest import INDEX_NAME
+from lema_core.checkpoint import SafetensorsHeader, Segment, TensorInfo, read_header
+from lema_core.checkpoint.manifest import INDEX_NAME, read_stored
+from lema_core.checkpoint.quantized import declared
 from lema_core.errors import CheckpointError
 from lema_core.low_memory.tensors import is_extra_state, storage_id
 
@@ -48,7 +49,8 @@ def open_checkpoint(path: Path) -> CheckpointFile:
     """
     folder = path.parent if path.name == INDEX_NAME else path
     if folder.is_dir():
-        return _from_infos(path, read_manifest(folder).tensors)
+        stored = read_stored(folder)
+        return _from_infos(path, stored.tensors, stored.headers)
     try:
         with open(path, "rb", buffering=0) as file:
             start = file.read(len(_ZIP_START))
@@ -58,10 +60,16 @@ def open_checkpoint(path: Path) -> CheckpointFile:
         return _from_zip(path)
     if start.startswith(_PICKLE_START) and path.suffix != ".safetensors":
         raise CheckpointError(f"{path}: a pickle without a zip around it, as torch wrote before 1.6; {_SAVE_AGAIN}")
-    return _from_infos(path, read_header(path).tensors)
+    header = read_header(path)
+    return _from_infos(path, header.tensors, [header])
 
 
-def _from_infos(path: Path, infos: Mapping[str, TensorInfo]) -> CheckpointFile:
+def _from_infos(path: Path, infos: Mapping[str, TensorInfo], headers: Iterable[SafetensorsHeader]) -> CheckpointFile:
+    for name, said in declared(headers).items():
+        raise CheckpointError(
+            f"{said.path}: tensor {name!r}: {said.format}, which only lema computes with: a module gets plain numbers; "
+            "use the model's unquantized files"
+        )
     opened = CheckpointFile(path, True, OrderedDict())
     for name, info in infos.items():
         stand_in = torch.empty(info.shape, dtype=info.dtype, device="meta")

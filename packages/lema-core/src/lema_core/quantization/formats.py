@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import isfinite, prod
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ class WireFormat(ABC):
 
     name: str
     bits: int
+    #: whether scales below zero mean something
+    signed_scales = False
 
     @abstractmethod
     def refuses(self, shape: tuple[int, ...]) -> str | None:
@@ -74,6 +76,19 @@ class WireFormat(ABC):
 
     def nbytes(self, shape: tuple[int, int]) -> int:
         return sum(part.nbytes for part in self.parts(shape))
+
+    def wrong_scales(self, parts: tuple[Tensor, ...]) -> str | None:
+        """Why the scales among ``parts`` of some rows are none: infinite, NaN, or below zero; None when they are."""
+        for scale in parts[1:]:
+            if scale.numel() == 0:
+                continue
+            # in one pass: the least and the greatest of numbers with a NaN among them are NaN
+            least, greatest = (float(each) for each in torch.aminmax(scale))
+            if not (isfinite(least) and isfinite(greatest)):
+                return "infinite or NaN"
+            if least < 0 and not self.signed_scales:
+                return f"{least:g}, below zero"
+        return None
 
 
 class Int8Rows(WireFormat):
@@ -99,6 +114,7 @@ class Int4Groups(WireFormat):
     fewer, and the last byte of an odd row one code and a zero."""
 
     bits = 4
+    signed_scales = True
 
     def __init__(self, group: int) -> None:
         if group not in INT4_GROUPS:

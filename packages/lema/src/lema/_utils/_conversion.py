@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lema_core.adapter import ModelAdapter
-from lema_core.checkpoint import Manifest, read_header, read_hf_config, read_manifest
+from lema_core.checkpoint import Manifest, read_file_manifest, read_hf_config, read_manifest
 from lema_core.checkpoint.manifest import INDEX_NAME
 from lema_core.errors import ConfigError
 from lema_core.plugins import get_plugin_manager
@@ -81,11 +81,11 @@ def adapter_of(base: Manifest) -> ModelAdapter:
 
 def _file_manifest(path: Path) -> Manifest:
     """The model whose weights, or one shard of them, are in ``path``."""
-    alone = Manifest(path.parent, read_header(path).tensors)
+    alone = read_file_manifest(path)
     if not (path.parent / INDEX_NAME).is_file():
         return alone
     whole = read_manifest(path.parent)
-    return whole if any(info.segment.path == path for info in whole.tensors.values()) else alone
+    return whole if path in whole.paths else alone
 
 
 def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
