@@ -13,7 +13,7 @@ import pytest
 from lema_core import hookspecs
 from lema_core.hookspecs import hookimpl
 from lema_core.plugins import PluginManager
-from lema_core.records import Architecture, CheckpointSource, Kernel, StateCodec, TrainingMethod
+from lema_core.records import Architecture, CheckpointSource, Kernel, QuantBackend, StateCodec, TrainingMethod
 
 HOOKS = {
     name: function
@@ -26,6 +26,7 @@ SOURCE = CheckpointSource("everything", refuses=lambda ref: None, locate=lambda 
 KERNEL = Kernel("plain", "linear", "*", "nowhere:Plain", 0, unsupported=lambda request: [])
 METHOD = TrainingMethod("nothing", "nowhere:Nothing")
 CODEC = StateCodec("halves", 16, "nowhere:Halves")
+BACKENDS = (QuantBackend("coarse", 3, "three", "nowhere:Three", 5), QuantBackend("custom", 3, "trits", "nowhere:Trits"))
 
 
 class Complete:
@@ -55,12 +56,21 @@ class Complete:
         return [CODEC]
 
     @hookimpl
+    def lema_quant_backends(self):
+        return BACKENDS
+
+    @hookimpl
     def lema_config_packages(self):
         return ["tiny.conf"]
 
     @hookimpl
     def lema_match_architecture(self, hf_config):
         return "tiny" if "tiny_field" in hf_config else None
+
+    @hookimpl
+    def lema_choose_quant_backend(self, bits, device, available):
+        self.told.append((bits, device, available))
+        return "custom"
 
     @hookimpl
     def lema_plan_budget(self, request):
@@ -90,8 +100,13 @@ EXERCISES: dict[str, tuple[Callable[[PluginManager, Complete], object], object]]
     "lema_kernels": (lambda m, p: m.choose_kernel("linear", None, "cpu"), (KERNEL, ["plain: chosen"])),
     "lema_training_methods": (lambda m, p: m.training_method("nothing"), METHOD),
     "lema_state_codecs": (lambda m, p: m.state_codec(16), CODEC),
+    "lema_quant_backends": (lambda m, p: tuple(m.quant_backends()), BACKENDS),
     "lema_config_packages": (lambda m, p: m.config_packages(), ["tiny.conf"]),
     "lema_match_architecture": (lambda m, p: m.match_architecture({"tiny_field": 1}), ARCHITECTURE),
+    "lema_choose_quant_backend": (
+        lambda m, p: (m.choose_quant_backend("auto", 3, device_type="cuda").backend, told(p)),
+        (BACKENDS[1], (3, "cuda", ("coarse", "custom"))),
+    ),
     "lema_plan_budget": (lambda m, p: m.hook.lema_plan_budget(request=7), ("plan for", 7)),
     "lema_run_started": (lambda m, p: (m.hook.lema_run_started(config="c"), told(p))[1], ("run", "c")),
     "lema_step_finished": (

@@ -30,7 +30,7 @@ class DataError(LemaError):
 
 
 class NonFiniteError(LemaError):
-    """Losses or gradients stayed infinite or NaN for too many steps."""
+    """Losses or gradients stayed infinite or NaN for too many steps, or a weight to be quantized has such numbers."""
 
 
 class PluginError(LemaError):

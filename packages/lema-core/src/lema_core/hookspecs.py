@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import pluggy
 
-from lema_core.records import Architecture, CheckpointSource, Kernel, StateCodec, TrainingMethod
+from lema_core.records import Architecture, CheckpointSource, Kernel, QuantBackend, StateCodec, TrainingMethod
 
 if TYPE_CHECKING:
     from lema_core.store.budget import BudgetPlan, BudgetRequest
@@ -206,6 +206,45 @@ def lema_state_codecs() -> Iterable[StateCodec]:
 
 
 @hookspec
+def lema_quant_backends() -> Iterable[QuantBackend]:
+    """Backends that encode weights in fewer bits.
+
+    Called once, without arguments, when the plugins are loaded. Yield one :class:`~lema_core.records.QuantBackend` per
+    wire format; ``name`` is what users write as ``quant_backend``, ``bits`` as ``weights_bits``, ``format`` as
+    ``weights_format``. ``codec`` names what makes a :class:`~lema_core.quantization.codec.WeightCodec` without
+    arguments, imported when it is used; its ``format`` is one of lema's own wire formats or the plugin's own
+    :class:`~lema_core.quantization.formats.WireFormat`, which then needs no more than this to be stored, streamed and
+    computed with. ``lema_core.testing.weight_codec_suite`` is its exam.
+
+    All answers are collected; (``name``, ``format``) is unique. ``quant_backend=auto`` takes the first that is not
+    ``unavailable``, by falling ``priority``, unless :func:`lema_choose_quant_backend` says otherwise.
+
+    Example::
+
+        import torch
+
+        from lema_core.hookspecs import hookimpl
+        from lema_core.quantization.codec import WeightCodec, row_absmax, row_chunks
+        from lema_core.quantization.formats import Int8Rows
+        from lema_core.records import QuantBackend
+
+        class ClippedCodec(WeightCodec):
+            # int8, each row clipped at nine tenths of its largest number
+            format = Int8Rows()
+
+            def encode(self, weight, parts):
+                for rows, (codes, scale), first in row_chunks(weight, parts):
+                    scale.copy_(row_absmax(rows, first)).mul_(0.9 / 127)
+                    step = scale.where(scale > 0, 1)[:, None]
+                    codes.copy_((rows.float() / step).round_().clamp_(-127, 127))
+
+        @hookimpl
+        def lema_quant_backends():
+            yield QuantBackend("clipped", bits=8, format="int8", codec="lema_clipped.codec:ClippedCodec", priority=-1)
+    """
+
+
+@hookspec
 def lema_config_packages() -> Iterable[str]:
     """Importable packages that hold further YAML files for the command line.
 
@@ -247,6 +286,26 @@ def lema_match_architecture(hf_config: Mapping[str, object]) -> str | None:
         def lema_match_architecture(hf_config):
             if hf_config.get("model_type") == "llama" and "my_router" in hf_config:
                 return "routed_llama"
+    """
+
+
+@hookspec(firstresult=True)
+def lema_choose_quant_backend(bits: int, device: str, available: tuple[str, ...]) -> str | None:
+    """Which backend quantizes the weights where the user leaves it open (``quant_backend=auto``)?
+
+    Called once per run and number of bits, when more than one backend can serve, with ``bits``, what weights get;
+    ``device``, torch's name for the kind of device that computes; and ``available``, the names of those that can serve,
+    lema's own choice first. Return one of these names, or None to leave the question to others.
+
+    The first answer that is not None counts. When nobody answers, the backend of highest priority serves.
+
+    Example::
+
+        from lema_core.hookspecs import hookimpl
+
+        @hookimpl
+        def lema_choose_quant_backend(bits, device, available):
+            return "custom" if bits == 4 and "custom" in available else None
     """
 
 

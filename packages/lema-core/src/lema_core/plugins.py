@@ -22,7 +22,17 @@ import pluggy
 
 from lema_core import hookspecs
 from lema_core.errors import CheckpointError, ConfigError, PluginError
-from lema_core.records import Architecture, CheckpointSource, Kernel, StateCodec, TrainingMethod
+from lema_core.quantization.choice import AUTO, QuantChoice, choose
+from lema_core.quantization.formats import WireFormat, wire_formats
+from lema_core.records import (
+    Architecture,
+    CheckpointSource,
+    Kernel,
+    QuantBackend,
+    StateCodec,
+    TrainingMethod,
+    load_object,
+)
 from lema_core.suggest import unknown_name
 
 ENTRY_POINT_GROUP = "lema"
@@ -65,6 +75,7 @@ _REGISTRIES = (
     _Registry("lema_kernels", Kernel, "kernel", lambda each: [f"{each.name!r} for {each.op} on {each.device_type}"]),
     _Registry("lema_training_methods", TrainingMethod, "training method", lambda each: [repr(each.name)]),
     _Registry("lema_state_codecs", StateCodec, "state codec", lambda each: [repr(each.name), f"for {each.bits} bits"]),
+    _Registry("lema_quant_backends", QuantBackend, "backend", lambda each: [f"{each.name!r} for {each.format}"]),
     _Registry("lema_config_packages", str, "config package", lambda each: [repr(each)]),
 )
 
@@ -171,6 +182,10 @@ class PluginManager:
         records = sorted(self._answers["lema_state_codecs"].records, key=lambda each: each.bits)
         return {each.bits: each for each in records}
 
+    def quant_backends(self) -> list[QuantBackend]:
+        """Backends in the order of preference: falling priority, then name; of one backend, as it yields them."""
+        return sorted(self._answers["lema_quant_backends"].records, key=lambda each: (-each.priority, each.name))
+
     def checkpoint_sources(self) -> list[CheckpointSource]:
         """Checkpoint sources in the order they are asked: falling priority, then name."""
         return sorted(self._answers["lema_checkpoint_sources"].records, key=lambda each: (-each.priority, each.name))
@@ -225,6 +240,51 @@ class PluginManager:
             hint = "" if codecs else "; packages/lema-quant brings 8"
             raise ConfigError(f"{option}: no codec for {bits} bits; installed: {known}{hint}{self._left_out()}")
         return codecs[bits]
+
+    def choose_quant_backend(
+        self, name: str = AUTO, bits: int | None = None, format: str | None = None, device_type: str = "cpu"
+    ) -> QuantChoice:
+        """Who encodes weights to so many ``bits``, or into a ``format``, or into a format that has so many bits.
+
+        ``name`` is what the user wrote as ``quant_backend``. ``auto`` is the first backend that can serve, or what
+        ``lema_choose_quant_backend`` says. One asked for by name that cannot serve is replaced by ``custom``, and
+        ``missed`` of the answer says why. :class:`lema_core.quantization.backends.WeightQuantizer` acts on the answer.
+
+        Raises ConfigError for a name, bits or a format that nobody has, with those that there are; PluginError with
+        every reason when nobody can serve, and when a plugin's answer names no backend that can.
+        """
+        hook = self.hook.lema_choose_quant_backend
+
+        def answer(bits: int, available: tuple[str, ...]) -> str | None:
+            return hook(bits=bits, device=device_type, available=available)
+
+        if format is not None and format not in (known := self._format_names()):
+            raise ConfigError(f"{unknown_name('weights_format', format, known)}{self._left_out()}")
+        # Who can serve is tried out only as far as somebody wants to know: it costs importing libraries.
+        asked = answer if hook.get_hookimpls() else None
+        return choose(self.quant_backends(), name, bits, format, device_type, asked, self._left_out())
+
+    def wire_format(self, name: str) -> WireFormat:
+        """A format of quantized weights by name: one that lema knows, or a backend's own.
+
+        Raises ConfigError with those that there are, PluginError when the backend's codec cannot be imported or gives
+        another format.
+        """
+        if name in wire_formats():
+            return wire_formats()[name]
+        for record in self.quant_backends():
+            if record.format == name:
+                try:
+                    format = load_object(record.codec)().format
+                except Exception as error:
+                    raise PluginError(f"quant backend {record.name}: {record.codec}: {_one_line(error)}") from error
+                if format.name != name:
+                    raise PluginError(f"quant backend {record.name}: {record.codec} gives {format.name}, not {name}")
+                return format
+        raise ConfigError(f"{unknown_name('weights_format', name, self._format_names())}{self._left_out()}")
+
+    def _format_names(self) -> list[str]:
+        return [*wire_formats(), *(each.format for each in self.quant_backends())]
 
     def locate_checkpoint(self, ref: str | Path) -> Path:
         """The local folder of what the user named. Raises CheckpointError with every reason when all refuse."""

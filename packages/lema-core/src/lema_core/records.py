@@ -79,3 +79,24 @@ class StateCodec:
     name: str
     bits: int
     codec: str
+
+
+@dataclass(frozen=True)
+class QuantBackend:
+    """One wire format that a backend encodes weights in; a backend that has several yields a record for each.
+
+    ``name`` is what users write as ``quant_backend``, ``format`` what they write as ``weights_format``, ``bits``
+    (``weights_bits``) the format's. ``codec`` names what makes a :class:`lema_core.quantization.codec.WeightCodec`
+    without arguments: a class, as a rule; it is imported when a weight is encoded, or one of a format that only this
+    backend knows is read. ``unavailable(device_type)`` gives the reason why it cannot serve here, with what to do, or
+    None; it is asked when somebody wants to quantize, so it may import a library to see whether that works.
+    ``quant_backend=auto`` takes the first available one by falling ``priority``; the backend ``custom`` has 0. Of
+    several formats with the same bits, the one yielded first is the backend's default.
+    """
+
+    name: str
+    bits: int
+    format: str
+    codec: str
+    priority: int = 0
+    unavailable: Callable[[str], str | None] = lambda device_type: None

@@ -1,0 +1,38 @@
+"""int8 with one scale for each row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lema_core.quantization.codec import WeightCodec, row_absmax, row_chunks
+from lema_core.quantization.formats import Int8Rows
+
+MOST = 127
+_SMALLEST = 2.0**-149
+#: 127 times this is finite
+_LARGEST = torch.finfo(torch.float32).max * (1 - 2**-23) / MOST
+
+
+class Int8Codec(WeightCodec):
+    """scale = absmax / 127; code = round(number / scale), half to even, in [-127, 127]: a number is off by half a scale
+    at most, down to scales of 1e-38, below which scales have fewer digits themselves. A row of zeros has scale 0."""
+
+    format = Int8Rows()
+
+    def encode(self, weight_rK: Tensor, parts: tuple[Tensor, ...]) -> None:
+        for rows_rK, (codes_rK, scale_r), first in row_chunks(weight_rK, parts):
+            row_scales(row_absmax(rows_rK, first), scale_r)
+            scaled_rK = rows_rK.to(torch.float32, copy=True).div_(divisors(scale_r))
+            codes_rK.copy_(scaled_rK.round_().clamp_(-MOST, MOST))
+
+
+def row_scales(absmax_r: Tensor, scale_r: Tensor) -> None:
+    """The scales of rows into fp32 ``scale``: 0 where all numbers are, never 0 or too large elsewhere."""
+    torch.div(absmax_r.float(), MOST, out=scale_r)
+    scale_r.clamp_(_SMALLEST, _LARGEST).masked_fill_(absmax_r == 0, 0)
+
+
+def divisors(scale: Tensor) -> Tensor:
+    """What numbers are divided by, a column: the scale, or 1 where there are only zeros."""
+    return scale.masked_fill(scale == 0, 1).unsqueeze(-1)
