@@ -326,4 +326,4 @@ class WeightTraining(Training):
         return Outcome(norm)
 
     def discard_step(self) -> None:
-        self._store.gradients.stream.forget()
+        self._store.gradients.forget()

@@ -126,11 +126,6 @@ class LemaModel:
 
     def _stream_trained(self, weights: Collection[str]) -> None:
         """Cut the model anew: what trains, or trained, streams from a file of its own."""
-        if not self._device.shares_ram:
-            raise ConfigError(
-                "whole weights train, and are loaded, where RAM is the device's: use device=cpu, or LoRA weights "
-                "(training_mode=lora)"
-            )
         space = WorkingSpace(Path(self.config.output_dir).absolute() / "weights in training")
         self._model = cut_model(self.adapter, self._bound, trained=weights, space=space)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lema_core.store.model import Region, StreamedModel
 from lema_core.store.planner import TierPlan
-from lema_core.store.state_plan import StatePlan, grads_sizes, optim_sizes, records_in_ram
+from lema_core.store.state_plan import StatePlan, grads_sizes, optim_sizes, places_of
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ def state_traffic(model: StreamedModel, states: StatePlan, near: TierPlan, store
 
     A little less moves: what is in a slot of the ring when it is wanted again is not read.
     """
-    in_ram = records_in_ram(model, states)
-    records = [(optim_sizes(model, states.codecs, states.turns), in_ram.optim)]
+    places = places_of(model, states)
+    records = [(optim_sizes(model, states.codecs, states.turns), places.optim.kept)]
     if stores_gradients:
-        records.append((grads_sizes(model, states.codecs, states.turns), in_ram.grads))
+        records.append((grads_sizes(model, states.codecs, states.turns), places.grads.kept))
     moved = sum(size for sizes, kept in records for number, size in enumerate(sizes) if number not in kept)
     passing = {load.granule for load in near.loads}
     read = written = moved

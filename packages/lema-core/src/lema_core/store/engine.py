@@ -67,43 +67,56 @@ class _Stopped(Exception):
 
 
 class _PassView:
-    """A step under way, as updates see it."""
+    """A step under way, as updates see it: what happens in the window in RAM."""
 
     def __init__(self, engine: TransferEngine, run: _Run) -> None:
         self._engine = engine
         self._run = run
+        self._has_far = run.plan.far is not None
+        self._plan = run.plan.far or run.plan.near
+        self._slots = run.far_slots if self._has_far else run.near_slots
+        self._loaded = {load.granule for load in self._plan.loads}
 
     @cached_property
     def _uses(self) -> dict[int, Use]:
-        run, plan = self._run, self._run.plan.near
-        loaded = {load.granule for load in plan.loads}
+        uses = enumerate(self._run.trace.accesses)
+        if self._has_far:
+            uses = ((load.position, load.granule) for load in self._run.plan.near.loads)
         found: dict[int, Use] = {}
-        for position, granule in enumerate(run.trace.accesses):
+        for index, (position, granule) in enumerate(uses):
             if granule not in found:
-                slot = run.near_slots[plan.slot_at[position]]
-                # given up without being loaded again: only in a pass that goes one way
-                stays = granule not in loaded and granule in plan.resident
-                found[granule] = Use(position, slot, plan.load_at[position], stays)
+                found[granule] = Use(position, self._slots[self._plan.slot_at[index]], self._plan.load_at[index])
         return found
 
     def uses(self) -> Mapping[int, Use]:
         return self._uses
 
+    def stays(self, granule: int) -> bool:
+        # given up without being loaded again: only in a pass that goes one way
+        return granule not in self._loaded and granule in self._plan.resident
+
     def last_slot(self, granule: int) -> int | None:
-        slot = self._run.plan.near.resident.get(granule)
-        return None if slot is None else self._run.near_slots[slot]
+        slot = self._plan.resident.get(granule)
+        return None if slot is None else self._slots[slot]
 
     def await_load(self, load: int) -> None:
+        run = self._run
         try:
-            self._engine._wait(self._run, lambda: self._run.loaded > load)
+            self._engine._wait(run, lambda: (run.staged if self._has_far else run.loaded) > load)
         except _Stopped:
             raise Abandoned from None
+
+    def await_copies(self, granule: int) -> None:
+        if self._has_far:
+            loads = [index for index, load in enumerate(self._run.plan.near.loads) if load.granule == granule]
+            if loads:
+                self._engine._device.host_wait(self._run.copies[loads[-1]])
 
 
 class TransferEngine:
     """Moves granules disk -> ``far`` -> ``near``. ``far`` is None where the device computes from RAM.
 
-    ``updates``: changes weights that train before they are borrowed; only where the device computes from RAM.
+    ``updates``: changes weights that train, in the window in RAM, before they are borrowed or copied from there.
     """
 
     def __init__(
@@ -193,9 +206,11 @@ class TransferEngine:
             self._await_load(run, load)
         if run.error is not None:
             raise run.error
-        if load >= 0 and self.far is not None:
-            self._await_copy(run, load)
-        if self._updates is not None:
+        if self.far is not None:
+            # What was changed is copied anew, and not before.
+            if load >= 0:
+                self._await_copy(run, load)
+        elif self._updates is not None:
             try:
                 self._updates.await_applied(Region.STREAM, granule)
             except Abandoned:
@@ -224,7 +239,7 @@ class TransferEngine:
     def release(self, position: int) -> None:
         """Access ``position`` is over; its slot may be overwritten when the plan says so."""
         run = self._current()
-        if self._updates is not None:
+        if self._updates is not None and self.far is None:
             self._updates.await_saved(run.trace.accesses[position])
         if position not in run.plan.near.last_use:
             run.released[position] = 1
@@ -338,10 +353,10 @@ class TransferEngine:
                     with _naming(self._granules[run.plan.near.loads[load.after].granule], "copying to the device"):
                         self._device.host_wait(run.copies[load.after])
             if self._updates is not None:
-                try:
+                with _giving_up():
                     self._updates.await_file(Region.STREAM, load.granule)
-                except Abandoned:
-                    raise _Stopped from None
+                    if self.far is not None and (held := window.granule_in(slot)) is not None:
+                        self._updates.await_written(held)
             window.begin_fill(slot)
             with _naming(granule, "reading"):
                 self._reader.read_granule(granule, window.memory(slot))
@@ -361,6 +376,9 @@ class TransferEngine:
                 run,
                 lambda staged=staged, after=load.after: run.staged > staged and (after < 0 or run.released[after]),
             )
+            if self._updates is not None:
+                with _giving_up():
+                    self._updates.await_changed(Region.STREAM, load.granule)
             after = run.release_events[load.after] if load.after >= 0 else run.start_event
             granule, slot = self._granules[load.granule], run.near_slots[load.slot]
             source = self.far.slot(run.far_slots[run.plan.far.slot_at[index]])
@@ -381,6 +399,15 @@ def _places(window: Window) -> list[int]:
     resident = window.resident()
     filled = [resident[granule] for granule in numbered(resident)]
     return filled + sorted(set(range(window.n_slots)) - set(filled))
+
+
+@contextmanager
+def _giving_up() -> Iterator[None]:
+    """A thread of a step that updates have abandoned drops what it was about to do."""
+    try:
+        yield
+    except Abandoned:
+        raise _Stopped from None
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,15 +17,16 @@ from lema_core.store.window import Window
 
 
 class Masters:
-    """``window``: what the announced region is borrowed from; ``expert_window``: what experts are."""
+    """``windows``: of the announced region, the one in RAM first; it is there that weights change. Behind it the
+    device's own, which has copies. ``expert_windows``: of experts, whose weights change in the file alone."""
 
     def __init__(
-        self, model: StreamedModel, file: UnnamedFile, window: Window, expert_window: Window | None = None
+        self, model: StreamedModel, file: UnnamedFile, windows: Sequence[Window], expert_windows: Sequence[Window] = ()
     ) -> None:
         self.model = model
         self.file = file
-        self.window = window
-        self._expert_window = expert_window
+        self.window, *self._copies = windows
+        self._expert_windows = expert_windows
         self._scratch = map_ram(max(each.granule.nbytes for each in model.trained))
         self._memory = tensor_bytes(self._scratch)
         #: the granule that the scratch memory holds, as it is in the file
@@ -75,8 +78,16 @@ class Masters:
         """What the windows hold of it may not be read any more."""
         if each.region is Region.STREAM:
             self.window.drop(each.granule.index)
+            self.recall(each)
         elif each.region is Region.EXPERTS:
-            self._expert_window.drop(each.granule.index)
+            for window in self._expert_windows:
+                window.drop(each.granule.index)
+
+    def recall(self, each: TrainedGranule) -> None:
+        """What the device's own window holds of it may not be read any more: it is copied anew."""
+        if each.region is Region.STREAM:
+            for window in self._copies:
+                window.drop(each.granule.index)
 
     def set(self, values: Values) -> None:
         """Give every weight a value, in the file."""

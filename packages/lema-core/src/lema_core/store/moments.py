@@ -34,6 +34,11 @@ class Moments:
         return [sum(each.nbytes(n) for each in self._encodings) for n in counts]
 
     @property
+    def device_bytes(self) -> int:
+        """What they have of a device's own memory."""
+        return self.stream.device_bytes
+
+    @property
     def scratch_bytes(self) -> int:
         return sum(each.scratch_bytes for each in self._encodings)
 

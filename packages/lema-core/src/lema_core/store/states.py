@@ -1,4 +1,4 @@
-"""What training keeps beside the weights, record by record: moments and gradients, in RAM or on disk.
+"""What training keeps beside the weights, record by record: moments and gradients, in RAM, on the device or on disk.
 
 Each record is taken once or a few times a step, in an order that is known: which ones stay in RAM is decided once, and
 the others pass through a few slots. A thread reads ahead what was announced and writes back what was changed.
@@ -15,8 +15,8 @@ from threading import Condition, Thread
 from torch import Tensor
 
 from lema_core.checkpoint.reading import tensor_bytes
-from lema_core.device import map_ram
-from lema_core.errors import PlanError
+from lema_core.device import Device, Event, map_ram
+from lema_core.errors import PlanError, TransferError
 from lema_core.store.granules import whole_sectors
 from lema_core.store.unnamed import UnnamedFile
 
@@ -38,9 +38,10 @@ class _Slot(Enum):
 
 
 class StateStream:
-    """Records 0, 1, ... of ``sizes`` bytes. ``resident``: those that never leave RAM; the others go to an unnamed file
-    in ``folder`` and pass through ``n_slots`` slots. ``kind``: ``optim`` or ``grads``. ``rooms``: the record of each
-    number that others ask by; numbers of one record are asked for one after the other, and lose what they had.
+    """Records 0, 1, ... of ``sizes`` bytes. ``resident``: those that never leave RAM; ``on_device``: those that have
+    their place in the memory of ``device``. The others go to an unnamed file in ``folder``. What is not in RAM passes
+    through ``n_slots`` slots there. ``kind``: ``optim`` or ``grads``. ``rooms``: the record of each number that others
+    ask by; numbers of one record are asked for one after the other, and lose what they had.
 
     A record that was never given back is zeros. Several threads may take records, each at most one at a time.
     """
@@ -52,35 +53,39 @@ class StateStream:
         resident: Collection[int],
         n_slots: int,
         folder: Path,
+        device: Device,
         rooms: Sequence[int] | None = None,
+        on_device: Collection[int] = (),
     ) -> None:
         self.kind = kind
+        self._device = device
         self.rooms = range(len(sizes)) if rooms is None else rooms
         self._sizes = [whole_sectors(size) for size in sizes]
-        self._fixed: dict[int, Tensor] = {}
+        # Gradients are copied from and to a device wherever they are, moments only from and to their place there.
+        in_ram = device.allocate_ram if kind == "grads" else map_ram
+        self._fixed = self._laid_out(resident, in_ram)
+        self._places = self._laid_out(on_device, device.allocate)
+        #: what computes with a place has to be over before it is read
+        self._ready: dict[int, Event] = {}
         self._offsets: dict[int, int] = {}
-        at = 0
-        slab = map_ram(sum(self._sizes[i] for i in resident)) if resident else None
-        for i in sorted(resident):
-            self._fixed[i] = slab[at : at + self._sizes[i]]
-            at += self._sizes[i]
         end = 0
         for i, size in enumerate(self._sizes):
-            if i not in self._fixed:
+            if i not in self._fixed and i not in self._places:
                 self._offsets[i] = end
                 end += size
-        self._resident_bytes = at
-        self._largest = max((self._sizes[i] for i in self._offsets), default=0)
-        self.n_slots = n_slots if self._offsets else 0
+        passing = [self._sizes[i] for i in range(len(self._sizes)) if i not in self._fixed]
+        self._largest = max(passing, default=0)
+        self.n_slots = n_slots if passing else 0
         self._ring: list[Tensor] = []
         self._memory: list[memoryview] = []
         self._file: UnnamedFile | None = None
-        if self._offsets:
-            ring = map_ram(self.n_slots * self._largest)
+        if passing:
+            ring = device.allocate_ram(self.n_slots * self._largest)
             for slot in range(self.n_slots):
                 piece = ring[slot * self._largest : (slot + 1) * self._largest]
                 self._ring.append(piece)
                 self._memory.append(tensor_bytes(piece))
+        if self._offsets:
             self._file = UnnamedFile(folder, {"optim": "optimizer states", "grads": "gradients"}[kind])
             self._file.reserve(end)
         self._holds: list[int | None] = [None] * self.n_slots
@@ -95,16 +100,29 @@ class StateStream:
         self._moved = Condition()
         self._error: BaseException | None = None
         self._closing = False
-        self.bytes_read = self.bytes_written = 0
+        self.bytes_read = self.bytes_written = self.bytes_copied = 0
         self._thread: Thread | None = None
-        if self._offsets:
+        if passing:
             self._thread = Thread(target=self._serve, name=f"lema-{kind}", daemon=True)
             self._thread.start()
+
+    def _laid_out(self, records: Collection[int], allocate: Callable[[int], Tensor]) -> dict[int, Tensor]:
+        """``records`` one behind the other in one slab."""
+        if not records:
+            return {}
+        ordered = sorted(records)
+        slab = allocate(sum(self._sizes[i] for i in ordered))
+        return dict(zip(ordered, slab.split([self._sizes[i] for i in ordered]), strict=True))
 
     @property
     def ram_bytes(self) -> int:
         """What the stream has of RAM, used or not."""
-        return self._resident_bytes + self.n_slots * self._largest
+        return sum(map(len, self._fixed.values())) + self.n_slots * self._largest
+
+    @property
+    def device_bytes(self) -> int:
+        """What it has of a device's own memory."""
+        return sum(map(len, self._places.values()))
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +136,7 @@ class StateStream:
     def announce(self, order: Iterable[int]) -> None:
         """Numbers will be asked for in this order: their records are read ahead of it."""
         with self._moved:
-            self._ahead = deque(i for i in (self.rooms[number] for number in order) if i in self._offsets)
+            self._ahead = deque(i for i in (self.rooms[number] for number in order) if i not in self._fixed)
             self._moved.notify_all()
 
     def withdraw(self) -> None:
@@ -130,20 +148,35 @@ class StateStream:
                     self._settle(slot, _Slot.CLEAN)
             self._moved.notify_all()
 
-    def take(self, number: int, fresh: bool = False) -> Tensor:
+    def take(self, number: int, fresh: bool = False, overwritten: bool = False) -> Tensor:
         """uint8 [bytes of the record], to be changed in place until it is given back. ``fresh``: zeros, whatever was
-        there. Raises TransferError where the disk failed."""
+        there; ``overwritten``: whatever, since all of it will be. Raises TransferError where the disk failed."""
         record = self.rooms[number]
         held = self._fixed.get(record)
         if held is not None:
             return held.zero_() if fresh else held
-        slot, read = self._claim(record, fresh)
+        slot, read = self._claim(record, fresh or overwritten)
         memory = self._ring[slot][: self._sizes[record]]
         if fresh:
             memory.zero_()
         elif read:
             self._transfer(slot, record, write=False)
         return memory
+
+    def in_place(self, number: int, fresh: bool = False) -> Tensor | None:
+        """uint8 [bytes of the record] on the device, to be changed there until :meth:`settle`; None where it has no
+        place there. ``fresh``: all of it will be overwritten, and what RAM has of it is nobody's any more."""
+        record = self.rooms[number]
+        place = self._places.get(record)
+        if place is not None and fresh:
+            with self._moved:
+                while (slot := self._slot_of.get(record)) is not None:
+                    if self._state[slot] is not _Slot.MOVING:
+                        self._empty(slot)
+                    else:
+                        self._moved.wait()
+                    self._raise_error()
+        return place
 
     def give(self, number: int, changed: bool = True, more: bool = False, keep: bool = True) -> None:
         """The record is given back. ``more``: it will be changed again soon, and is written only where its slot is
@@ -156,10 +189,7 @@ class StateStream:
             if changed:
                 self._unsaved.add(slot)
             if not keep:
-                self._unsaved.discard(slot)
-                del self._slot_of[record]
-                self._holds[slot] = None
-                self._state[slot] = _Slot.FREE
+                self._empty(slot)
             elif slot not in self._unsaved:
                 self._settle(slot, _Slot.CLEAN)
             elif more:
@@ -169,8 +199,10 @@ class StateStream:
             self._moved.notify_all()
 
     def settle(self, number: int) -> None:
-        """Nothing more is changed of a record that was given back with ``more``."""
+        """Nothing more is changed of a record that was given back with ``more``, or in its place."""
         record = self.rooms[number]
+        if record in self._places:
+            self._ready[record] = self._device.record()
         with self._moved:
             slot = self._slot_of.get(record)
             if slot is not None and self._state[slot] is _Slot.CHANGED:
@@ -202,9 +234,11 @@ class StateStream:
             self._thread.join()
             for memory in self._memory:
                 memory.release()
+        if self._file is not None:
             self._file.close()
         self._ring.clear()
         self._fixed.clear()
+        self._places.clear()
 
     # -- slots; callers hold ``_moved``
 
@@ -244,6 +278,12 @@ class StateStream:
         self._slot_of[record] = slot
         self._holds[slot] = record
         self._state[slot] = state
+
+    def _empty(self, slot: int) -> None:
+        self._settle(slot, _Slot.FREE)
+        self._unsaved.discard(slot)
+        del self._slot_of[self._holds[slot]]
+        self._holds[slot] = None
 
     def _settle(self, slot: int, state: _Slot) -> None:
         self._clean.pop(slot, None)
@@ -315,6 +355,9 @@ class StateStream:
 
     def _transfer(self, slot: int, record: int, write: bool) -> None:
         nbytes = self._sizes[record]
+        if record in self._places:
+            self._copy(self._ring[slot][:nbytes], record, write)
+            return
         memory, offset = self._memory[slot][:nbytes], self._offsets[record]
         try:
             if write:
@@ -325,3 +368,12 @@ class StateStream:
                 self.bytes_read += nbytes
         except OSError as error:
             raise self._file.refused("written" if write else "read", error, nbytes) from error
+
+    def _copy(self, memory: Tensor, record: int, write: bool) -> None:
+        place, after = self._places[record], self._ready.get(record)
+        try:
+            copied = self._device.copy(place, memory, after) if write else self._device.copy(memory, place, after)
+            self._device.host_wait(copied)
+        except RuntimeError as error:
+            raise TransferError(f"{self.kind}: record {record}: copying failed: {error}") from error
+        self.bytes_copied += len(memory)

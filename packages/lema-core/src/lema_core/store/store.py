@@ -23,6 +23,7 @@ from lema_core.store.rows import RowCache
 from lema_core.store.state_plan import StatePlan, open_updates
 from lema_core.store.trace import Trace
 from lema_core.store.unnamed import UnnamedFile
+from lema_core.store.states import StateStream
 from lema_core.store.updates import WeightUpdates
 from lema_core.store.window import Window
 
@@ -114,8 +115,9 @@ class TensorStore:
             windows = _windows(device, model.experts.slot_bytes, *slots)
             self._experts = ExpertEngine(model.experts.granules, self._reader, device, *windows)
         if states is not None:
-            expert_window = None if self._experts is None else self._experts.near
-            self.updates = open_updates(model, states, self._near, expert_window)
+            windows = _in_ram_first(self._near, self._far)
+            of_experts = () if self._experts is None else _in_ram_first(self._experts.near, self._experts.far)
+            self.updates = open_updates(model, states, device, windows, of_experts)
             self.gradients = self.updates.grads
             file = self.updates.masters.file
             self._reader.adopt(model.space.path, file.descriptor, file.direct)
@@ -217,8 +219,8 @@ class TensorStore:
         return {
             "weights": (read, demanded, link_bytes, own.masters.bytes_written, wait_s + own.wait_s),
             # Moments are taken beside the compute, which waits for weights alone then.
-            "optim": (own.moments.stream.bytes_read, 0, 0, own.moments.stream.bytes_written, 0.0),
-            "grads": (own.grads.stream.bytes_read, 0, 0, own.grads.stream.bytes_written, own.grads.wait_s),
+            "optim": _moved(own.moments.stream, own.moments.stream.bytes_copied, 0.0),
+            "grads": _moved(own.grads.stream, own.grads.bytes_copied, own.grads.wait_s),
         }
 
     def stats(self) -> dict[str, StoreStats]:
@@ -241,8 +243,9 @@ class TensorStore:
             )
         }
         if self.updates is not None:
-            for stream in (self.updates.moments.stream, self.updates.grads.stream):
-                held[stream.kind] = (stream.ram_bytes,) * 3 + (0,) * 3
+            own = self.updates
+            for of, stream in ((own.moments, own.moments.stream), (own.grads, own.grads.stream)):
+                held[stream.kind] = (stream.ram_bytes,) * 3 + (of.device_bytes,) * 3
         found = {}
         for kind, now in self._totals().items():
             before = self._step_start[kind]
@@ -276,11 +279,11 @@ class TensorStore:
             self.closed = True
             for engine in self._engines:
                 engine.close()
-            self.device.close()
             if self.updates is not None:
                 self.updates.close()
             if self._fixed is not None:
                 self._fixed.close()
+            self.device.close()
             if not any(engine.stuck for engine in self._engines):
                 self._reader.close()
                 for region in (*(w for e in self._engines for w in (e.near, e.far)), *self._rows.values()):
@@ -296,6 +299,14 @@ class TensorStore:
 
 def _windows(device: Device, slot_bytes: int, ram_slots: int, device_slots: int) -> tuple[Window, Window | None]:
     """What compute borrows from, and the RAM window behind it where the device has memory of its own."""
+def _moved(stream: StateStream, copied: int, waited_s: float) -> tuple[int, int, int, int, float]:
+    return stream.bytes_read, 0, copied, stream.bytes_written, waited_s
+
+
+def _in_ram_first(near: Window, far: Window | None) -> tuple[Window, ...]:
+    return (near,) if far is None else (far, near)
+
+
     ram = Window(device.allocate_ram(ram_slots * slot_bytes), ram_slots, slot_bytes)
     if device.shares_ram:
         return ram, None

@@ -4,6 +4,9 @@ Gradients wait for their global norm; then the clip factor is known, and a threa
 in the order in which the next pass needs it: its gradient and moments from their streams, the weights from the slot
 that they were read into, and back to the working file. A pass that evaluates, generates or saves does the same.
 
+All this happens in RAM. A device with memory of its own has copies: one whose weights are to change is given up before
+a pass is planned, so that the pass copies it anew, and its copy waits for the change.
+
 Where nothing waits for the norm, a granule changes as soon as its gradient is complete, and no gradient outlives its
 layer (Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources", arXiv:2306.09782).
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Condition, Thread
 from typing import Protocol
@@ -40,33 +43,41 @@ class Decision(Protocol):
 
 @dataclass(frozen=True)
 class Use:
-    """Where a pass uses a granule first: at access ``position``, in ``slot``, once ``load`` is carried out (-1: it is
-    there). ``stays``: it is there before and after the pass, so that its file need not follow."""
+    """Where a pass uses a granule first: for access ``position``, in ``slot``, once ``load`` is carried out (-1: it is
+    there)."""
 
     position: int
     slot: int
     load: int
-    stays: bool
 
 
 @dataclass(frozen=True)
 class _Job:
-    """``slot`` None: the weights are changed in the file alone."""
+    """``slot`` None: the weights are changed in the file alone. ``stays``: the slot has them until the pass is over, so
+    that the file need not follow. ``used``: the pass has used them before."""
 
     number: int
     slot: int | None = None
     load: int = -1
     stays: bool = False
+    used: bool = False
 
 
 class PassView(Protocol):
-    """What an update needs to know of a pass under way."""
+    """What an update needs to know of a pass under way, about granules of the announced region and slots of the window
+    in RAM. Where the device has a window of its own, it is copying that uses them."""
 
     def uses(self) -> Mapping[int, Use]:
-        """By granule of the announced region."""
+        """By granule."""
+
+    def stays(self, granule: int) -> bool:
+        """What is in its slot before the pass is there all the time until it is over."""
 
     def await_load(self, load: int) -> None:
         """Returns when it is carried out; raises Abandoned when the pass is."""
+
+    def await_copies(self, granule: int) -> None:
+        """Returns when the copies of the granule that the pass makes are there; all of them are on their way."""
 
     def last_slot(self, granule: int) -> int | None:
         """Where a granule that the pass does not use any more stays until its end; None where it does not."""
@@ -99,10 +110,12 @@ class WeightUpdates:
         self._changed = Condition()
         self._rows_changed = False
         self._error: BaseException | None = None
-        #: the pass under way, where it uses what, and how many orders the thread has not carried out
+        #: the pass under way, what stays in its slot, and how many orders the thread has not carried out
         self._view: PassView | None = None
-        self._uses: Mapping[int, Use] = {}
+        self._stays: Callable[[int], bool] = lambda granule: False
         self._orders = 0
+        #: what changed after the pass had used it, and whether it did in the file alone
+        self._outdated: dict[int, bool] = {}
         #: by record of gradients: the granules that have it in turn
         self._of_room: dict[int, list[int]] = {}
         for number, room in enumerate(grads.stream.rooms):
@@ -135,7 +148,8 @@ class WeightUpdates:
         index, slot, stays = each.granule.index, None, False
         if each.region is Region.STREAM:
             slot = self._view.last_slot(index)
-            stays = slot is not None and self._uses[index].stays
+            stays = slot is not None and self._stays(index)
+            self._outdated[number] = slot is None
         else:
             self.masters.drop(each)
         with self._changed:
@@ -143,7 +157,7 @@ class WeightUpdates:
             if slot is None:
                 self._in_file.add(number)
             self._orders += 1
-        self._jobs.put((self._view, [_Job(number, slot, stays=stays)]))
+        self._jobs.put((self._view, [_Job(number, slot, stays=stays, used=True)]))
 
     @property
     def pending(self) -> bool:
@@ -158,15 +172,12 @@ class WeightUpdates:
 
     def begin(self, view: PassView) -> None:
         """A pass begins, planned after :meth:`settle`; nothing moves yet."""
-        uses = view.uses()
-        if not all(granule in uses and uses[granule].stays for granule in self._shared):
-            # Rows of a table are looked up in its slots or in the file, never in both.
-            uses = {g: replace(use, stays=use.stays and g not in self._shared) for g, use in uses.items()}
-        staying = {granule for granule, use in uses.items() if use.stays}
-        self._save(lambda granule: granule not in staying)
-        jobs = sorted(self._planned(uses), key=lambda found: (found[0], found[1].number))
+        # Rows of a table are looked up in its slots or in the file, never in both.
+        apart = frozenset() if all(map(view.stays, self._shared)) else self._shared
+        self._view, self._stays = view, lambda granule: view.stays(granule) and granule not in apart
+        self._save(lambda granule: not self._stays(granule))
+        jobs = sorted(self._planned(view.uses()), key=lambda found: (found[0], found[1].number))
         ordered = [job for _, job in jobs]
-        self._view, self._uses = view, uses
         if not ordered:
             return
         with self._changed:
@@ -195,11 +206,12 @@ class WeightUpdates:
                 self.masters.drop(each)
                 yield -1, _Job(number)
             elif each.granule.index not in self._shared:
-                yield use.position, _Job(number, use.slot, use.load, use.stays)
+                yield use.position, _Job(number, use.slot, use.load, self._stays(each.granule.index))
             elif use.load < 0:
                 # Its rows are read first, from the file unless it stays.
-                yield -1, _Job(number, use.slot, use.load, use.stays)
+                yield -1, _Job(number, use.slot, use.load, self._stays(each.granule.index))
             else:
+                self.masters.drop(each)
                 yield -1, _Job(number)
 
     def end(self, abandoned: bool = False) -> None:
@@ -214,10 +226,16 @@ class WeightUpdates:
             self._raise_error()
 
     def await_applied(self, region: Region, granule: int) -> None:
-        """Called before a granule is borrowed."""
+        """Called before a granule is borrowed from the window in RAM."""
         number = self._numbers.get((region, granule))
         if number is not None:
             self._await_number(number)
+
+    def await_changed(self, region: Region, granule: int) -> None:
+        """Called before a granule is copied to the device."""
+        number = self._numbers.get((region, granule))
+        if number is not None and number in self._pending:
+            self._await(lambda: number not in self._pending)
 
     def _await_room(self, number: int) -> None:
         """Called before a gradient begins: what was in its record before is not lost."""
@@ -235,10 +253,16 @@ class WeightUpdates:
             self._await(lambda: number not in self._in_file)
 
     def await_saved(self, granule: int) -> None:
-        """Called before a slot is given up."""
+        """Called before compute gives a slot up."""
         number = self._numbers.get((Region.STREAM, granule))
         if number is not None and number in self._writing:
             self._compute_waits(lambda: number not in self._writing)
+
+    def await_written(self, granule: int) -> None:
+        """Called before a slot that copies were made from is filled anew."""
+        number = self._numbers.get((Region.STREAM, granule))
+        if number is not None and number in self._writing:
+            self._await(lambda: number not in self._writing)
 
     def _compute_waits(self, ready: Callable[[], bool]) -> None:
         started = time.perf_counter()
@@ -271,9 +295,15 @@ class WeightUpdates:
         self._await_thread()
 
     def settle(self) -> None:
-        """Called before a pass is planned: what the windows hold does not change from here on."""
+        """Called before a pass is planned: what the windows hold does not change from here on, and the device holds
+        nothing that is to change or has changed."""
         self._await_thread()
         self._fill()
+        for number in self._pending:
+            self.masters.recall(self.model.trained[number])
+        for number, in_file in self._outdated.items():
+            (self.masters.drop if in_file else self.masters.recall)(self.model.trained[number])
+        self._outdated.clear()
 
     def _await_thread(self) -> None:
         """Until it has nothing to do: a call that was interrupted may have left it at work."""
@@ -328,14 +358,15 @@ class WeightUpdates:
     @property
     def ram_bytes(self) -> int:
         """Beside what the streams have."""
-        return self.masters.ram_bytes + self.moments.scratch_bytes + self._grad_encoding.scratch_bytes
+        gradients = self._grad_encoding.scratch_bytes + self.grads.encoding.scratch_bytes
+        return self.masters.ram_bytes + self.moments.scratch_bytes + gradients
 
     def close(self) -> None:
         """Stop the thread and give everything back."""
         self._jobs.put(None)
         self._thread.join()
         self.moments.stream.close()
-        self.grads.stream.close()
+        self.grads.close()
         self.masters.close()
 
     # -- one granule
@@ -358,7 +389,7 @@ class WeightUpdates:
 
     def _apply(self, view: PassView | None, job: _Job) -> None:
         each, number = self.model.trained[job.number], job.number
-        gradient = self.grads.stream.take(number)
+        gradient = self.grads.take(number)
         record = self.moments.stream.take(number)
         applied = False
         try:
@@ -367,6 +398,8 @@ class WeightUpdates:
             else:
                 if job.load >= 0:
                     view.await_load(job.load)
+                if job.used:
+                    view.await_copies(each.granule.index)
                 weights = self.masters.in_slot(each, job.slot)
             self._change(each, weights, gradient, record)
             applied = True

@@ -1,0 +1,130 @@
+"""Training the model's own weights on a device with memory of its own: bit for bit the run that computes from RAM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lema import LemaConfig, LemaModel
+from lema_core.device import Device
+from lema_core.testing.simulated import SimulatedAccelerator
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "llama_tied": SIZES | {"tie_word_embeddings": True},
+    "mixtral": SIZES | {"num_experts_per_tok": 2, "num_local_experts": 4},
+}
+#: nothing has a place in RAM or on the device that can pass through them
+ON_DISK = {"opt_state_ram": "1B", "grad_acc_ram": "1B", "opt_state_vram": "1B", "grad_acc_vram": "1B"}
+#: each weight changes as soon as its gradient is complete
+AT_ONCE: dict[str, Any] = {"max_grad_norm": None, "skip_nonfinite": False}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("accelerated")
+
+
+def folder_of(root: Path, name: str) -> Path:
+    path = root / name
+    if not path.exists():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(name.removesuffix("_tied"), **MODELS[name]), dtype=torch.float32
+        )
+        model.save_pretrained(path)
+    return path
+
+
+def rows(step: int) -> Tensor:
+    return torch.randint(1, 128, (2, 12), generator=torch.Generator().manual_seed(step))
+
+
+class Run:
+    """What a run showed: losses, norms, what it computed in between, and the files of its last checkpoint."""
+
+    def __init__(self, folder: Path, output: Path, device: Device | None, **options: Any) -> None:
+        self._values: dict[str, Any] = {
+            "training_mode": "selective_full", "batch_size": 1, "gradient_accumulation_steps": 2, "seed": 1,
+            "learning_rate": 1e-2, "lr_schedule": "cosine", "weight_decay": 0.1, "max_seq_length": 12,
+            "max_steps": STEPS, "output_dir": str(output), "model_name_or_path": str(folder), "device": "cpu",
+        } | options  # fmt: skip
+        self._device = device
+        self._output = output
+        self.shown: list[Any] = []
+        self.stats: list[dict[str, Any]] = []
+
+    def open(self) -> LemaModel:
+        return LemaModel(LemaConfig(**self._values), self._device)
+
+    def steps(self, first: int = 0, last: int = STEPS, between: bool = False) -> Run:
+        with self.open() as model:
+            model.initialize_training()
+            trainer = model.get_trainer()
+            if first:
+                trainer.load_checkpoint(self._output / f"checkpoint-{first}")
+            for step in range(first, last):
+                loss = trainer.train_step(rows(step), return_logits=False)[1]
+                self.shown.append((loss, trainer.metrics["grad_norm"]))
+                self.stats.append(model.stats())
+                if between:
+                    self.shown.append(model.logits(rows(99)).tolist())
+                    self.shown.append(model.generate_ids([[3, 5, 7]], 4))
+                    model.save_pretrained(self._output / "between")
+            path = trainer.save_checkpoint(self._output / f"checkpoint-{last}")
+            self.shown.append(model.logits(rows(99)).tolist())
+            self.plan = model.run_plan
+        self.files = {name: load_file(path / name) for name in ("delta.safetensors", "optimizer.safetensors")}
+        return self
+
+    def assert_like(self, other: Run) -> None:
+        assert self.shown == other.shown
+        for name, tensors in self.files.items():
+            assert tensors.keys() == other.files[name].keys()
+            assert all(torch.equal(tensor, other.files[name][key]) for key, tensor in tensors.items())
+
+
+def windows(folder: Path, output: Path, granules: int, **options: Any) -> dict[str, str]:
+    """Budgets of so many granules of each region, on the device and in RAM."""
+    model = Run(folder, output, None, **options).open()
+    model.initialize_training()
+    cut = model._model
+    slots = granules * (cut.layout.slot_bytes + (0 if cut.experts is None else cut.experts.slot_bytes))
+    return {
+        "weights_vram": f"{slots}B",
+        "weights_ram": f"{slots + cut.default_rows() * cut.row_bytes + cut.bounce_bytes}B",
+    }
+
+
+CASES: dict[str, tuple[str, int | None, dict[str, Any]]] = {
+    "all fits": ("llama_tied", None, {}),
+    "two granules": ("llama_tied", 2, {}),
+    "two granules, states on disk": ("llama_tied", 2, ON_DISK),
+    "at once": ("llama_tied", 2, AT_ONCE),
+    "at once, all fits": ("llama", None, AT_ONCE),
+    "experts": ("mixtral", 2, ON_DISK),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_that_of_the_cpu(case: str, root: Path, tmp_path: Path) -> None:
+    name, granules, options = CASES[case]
+    folder = folder_of(root, name)
+    cpu = Run(folder, tmp_path / "cpu", None, **{k: v for k, v in options.items() if k in AT_ONCE}).steps()
+    budgets = {} if granules is None else windows(folder, tmp_path / "size", granules, **options)
+    device = SimulatedAccelerator(latency_s=1e-4, compute_lag_s=1e-4)
+    found = Run(folder, tmp_path / "device", device, **budgets, **options).steps()
+    found.assert_like(cpu)
+    assert device.overwrites_while_read == 0
