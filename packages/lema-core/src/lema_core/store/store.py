@@ -21,9 +21,9 @@ from lema_core.store.model import Region, StreamedModel, WindowSizes
 from lema_core.store.reads import Reads
 from lema_core.store.rows import RowCache
 from lema_core.store.state_plan import StatePlan, open_updates
+from lema_core.store.states import StateStream
 from lema_core.store.trace import Trace
 from lema_core.store.unnamed import UnnamedFile
-from lema_core.store.states import StateStream
 from lema_core.store.updates import WeightUpdates
 from lema_core.store.window import Window
 
@@ -281,9 +281,9 @@ class TensorStore:
                 engine.close()
             if self.updates is not None:
                 self.updates.close()
+            self.device.close()
             if self._fixed is not None:
                 self._fixed.close()
-            self.device.close()
             if not any(engine.stuck for engine in self._engines):
                 self._reader.close()
                 for region in (*(w for e in self._engines for w in (e.near, e.far)), *self._rows.values()):
@@ -297,8 +297,6 @@ class TensorStore:
         self.close()
 
 
-def _windows(device: Device, slot_bytes: int, ram_slots: int, device_slots: int) -> tuple[Window, Window | None]:
-    """What compute borrows from, and the RAM window behind it where the device has memory of its own."""
 def _moved(stream: StateStream, copied: int, waited_s: float) -> tuple[int, int, int, int, float]:
     return stream.bytes_read, 0, copied, stream.bytes_written, waited_s
 
@@ -307,6 +305,8 @@ def _in_ram_first(near: Window, far: Window | None) -> tuple[Window, ...]:
     return (near,) if far is None else (far, near)
 
 
+def _windows(device: Device, slot_bytes: int, ram_slots: int, device_slots: int) -> tuple[Window, Window | None]:
+    """What compute borrows from, and the RAM window behind it where the device has memory of its own."""
     ram = Window(device.allocate_ram(ram_slots * slot_bytes), ram_slots, slot_bytes)
     if device.shares_ram:
         return ram, None
