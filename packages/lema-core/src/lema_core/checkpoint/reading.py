@@ -52,7 +52,7 @@ def read_rows(info: TensorInfo, start: int, stop: int) -> Tensor:
     for part in info.quantized.parts:
         row = prod(part.shape[1:])
         parts.append(read_elements(part, start * row, (stop - start) * row).view(stop - start, *part.shape[1:]))
-    if (wrong := form.wrong_scales(tuple(parts))) is not None:
+    if (wrong := form.wrong_scales(parts[1:])) is not None:
         raise scales_error(info.segment.path, info.name, form, wrong)
     out = torch.empty(stop - start, info.shape[1])
     form.decode(tuple(parts), out)

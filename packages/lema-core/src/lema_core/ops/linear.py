@@ -1,10 +1,10 @@
 """Products with a borrowed weight, in plain torch.
 
 Activations are kept feature-major: an [N, C] activation is the transpose of a contiguous [C, N] matrix, and ``W @
-x_CN`` needs neither a transposed operand nor a transposed result. A weight stored in another dtype is widened a few
-rows at a time into one scratch area, so no second copy of it ever exists; one that a file holds at an odd place is
-copied there, so that the place changes no bit. Shapes: N tokens, K inputs, R rows of one block of a weight, r rank of
-a low-rank update.
+x_CN`` needs neither a transposed operand nor a transposed result. A weight stored in another dtype is widened, and a
+quantized one decoded, a few rows at a time into one scratch area, so no second copy of it ever exists; one that a file
+holds at an odd place is copied there, so that the place changes no bit. Shapes: N tokens, K inputs, R rows of one block
+of a weight, r rank of a low-rank update.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lema_core.quantization.block import WeightBlock
 
 #: rows that are widened together, in elements: small enough to stay in cache, large enough to keep the product fast
 _SCRATCH_ELEMENTS = 1 << 20
@@ -34,7 +36,7 @@ class LinearKernel:
     """
 
     def __init__(self) -> None:
-        self._scratch: Tensor | None = None
+        self._scratch: dict[torch.dtype, Tensor] = {}
 
     def packed(self, x_KN: Tensor, segments: Sequence[Columns] = ()) -> Any:
         """What several products with the same right-hand side share, to be given as ``x`` to :meth:`forward` with the
@@ -43,7 +45,7 @@ class LinearKernel:
 
     def forward(
         self,
-        weight_RK: Tensor,
+        weight_RK: WeightBlock,
         x: Any,
         out_RN: Tensor,
         update: tuple[Tensor, Tensor, float] | None = None,
@@ -69,7 +71,7 @@ class LinearKernel:
 
     def input_gradient(
         self,
-        weight_RK: Tensor,
+        weight_RK: WeightBlock,
         dy_RN: Tensor,
         dx_KN: Tensor,
         first: bool,
@@ -93,27 +95,37 @@ class LinearKernel:
             if (target := dx_KN[:, begin:end]).data_ptr() != dx.data_ptr():
                 target.copy_(dx)
 
-    def _blocks(self, weight_RK: Tensor, like: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    def _blocks(self, weight_RK: WeightBlock, like: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         rows, k = weight_RK.shape
-        if weight_RK.dtype == like.dtype and _settled(weight_RK):
+        if isinstance(weight_RK, Tensor) and weight_RK.dtype == like.dtype and _settled(weight_RK):
             yield 0, rows, weight_RK
             return
         step = self._rows_at_once(weight_RK, like)
         for start in range(0, rows, step):
             stop = min(rows, start + step)
-            scratch = self._scratch_for((stop - start) * k, like).view(stop - start, k)
-            scratch.copy_(weight_RK[start:stop])
+            scratch = self._scratch_for((stop - start) * k, like.dtype, like).view(stop - start, k)
+            if isinstance(weight_RK, Tensor):
+                scratch.copy_(weight_RK[start:stop])
+            elif like.dtype == torch.float32:
+                weight_RK.decode(scratch, start)
+            else:
+                decoded = self._scratch_for((stop - start) * k, torch.float32, like).view(stop - start, k)
+                weight_RK.decode(decoded, start)
+                scratch.copy_(decoded)
             yield start, stop, scratch
 
-    def _rows_at_once(self, weight_RK: Tensor, like: Tensor) -> int:
-        """Rows of a block that is multiplied at once: all where nothing has to be widened."""
+    def _rows_at_once(self, weight_RK: WeightBlock, like: Tensor) -> int:
+        """Rows of a block that is multiplied at once: all where nothing has to be widened or decoded."""
         rows, k = weight_RK.shape
-        return rows if weight_RK.dtype == like.dtype else min(rows, max(_MIN_ROWS, _SCRATCH_ELEMENTS // k))
+        if isinstance(weight_RK, Tensor) and weight_RK.dtype == like.dtype:
+            return rows
+        return min(rows, max(_MIN_ROWS, _SCRATCH_ELEMENTS // k))
 
-    def _scratch_for(self, elements: int, like: Tensor) -> Tensor:
-        held = self._scratch
-        if held is None or held.numel() < elements or held.dtype != like.dtype or held.device != like.device:
-            held = self._scratch = torch.empty(elements, dtype=like.dtype, device=like.device)
+    def _scratch_for(self, elements: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+        """Where ``like`` is."""
+        held = self._scratch.get(dtype)
+        if held is None or held.numel() < elements or held.device != like.device:
+            held = self._scratch[dtype] = torch.empty(elements, dtype=dtype, device=like.device)
         return held[:elements]
 
 

@@ -2,8 +2,8 @@
 its own steps fare by them.
 
 Each figure is taken with what a run uses: the disk with the run's reads of the model's own file, products with its
-kernel and the weight's storage dtype, the link with the device's own copies. It takes less than 40 MB of RAM and leaves
-nothing in the page cache.
+kernel and the weight's storage format, the link with the device's own copies. It takes less than 40 MB of RAM and
+leaves nothing in the page cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from math import ceil, isfinite
+from math import ceil, isfinite, prod
 from pathlib import Path
 from statistics import median
 from threading import Event
@@ -31,6 +31,8 @@ from lema_core.ops.linear import LinearKernel
 from lema_core.planning.hardware import Hardware
 from lema_core.planning.kept import measured_once
 from lema_core.planning.predict import compute_s
+from lema_core.quantization.block import QuantizedBlock, WeightBlock
+from lema_core.quantization.formats import WireFormat
 from lema_core.store.disk import DiskReader
 from lema_core.store.granules import SECTOR_BYTES, whole_sectors
 from lema_core.store.trace import Trace
@@ -51,6 +53,18 @@ class _Sizes:
     rows: int
     inner: int
     arena_bytes: int
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What weights are stored as: see :func:`flight_check`."""
+
+    dtype: torch.dtype
+    form: WireFormat | None
+
+    @property
+    def name(self) -> str:
+        return str(self.dtype) if self.form is None else f"{self.form.name} of {self.dtype}"
 
 
 #: the larger one needs no more RAM, and its copies do not fit into a GPU's cache
@@ -116,17 +130,20 @@ def flight_check(
     reader_name: str = "python",
     refresh: bool = False,
     say: Callable[[str], None] = lambda text: None,
+    form: WireFormat | None = None,
 ) -> FlightCheck:
     """Rates of this machine, from the cache or measured now.
 
+    ``weight_dtype``: what weights are stored as, or, where they are quantized in ``form``, what they were before.
     ``kernel_name`` and ``reader_name`` tell them apart, version included. ``device``: one that the caller closes after;
     page-locked memory is freed only then. ``refresh`` measures again. ``say`` hears why a cached file was not used, or
     could not be written. Raises CheckpointError where ``model_file`` cannot be read.
     """
+    weights = _Weights(weight_dtype, form)
     rates, kept = measured_once(
-        _key(model_file, device, weight_dtype, kernel_name, reader_name),
+        _key(model_file, device, weights, kernel_name, reader_name),
         _rates,
-        lambda: _measure(model_file, device, kernel, weight_dtype, reader or DiskReader()),
+        lambda: _measure(model_file, device, kernel, weights, reader or DiskReader()),
         asdict,
         say,
         refresh,
@@ -196,9 +213,7 @@ def propose(flight: FlightCheck, trace: Trace, slot_bytes: int, all_bytes: int, 
 # -- measuring
 
 
-def _measure(
-    model_file: Path, device: Device, kernel: LinearKernel, weight_dtype: torch.dtype, reader: DiskReader
-) -> Rates:
+def _measure(model_file: Path, device: Device, kernel: LinearKernel, weights: _Weights, reader: DiskReader) -> Rates:
     sizes = _IN_RAM if device.shares_ram else _ON_DEVICE
     arena = device.allocate(sizes.arena_bytes)
     ram = arena if device.shares_ram else device.allocate_ram(_READ_BYTES)
@@ -208,10 +223,10 @@ def _measure(
         disk_bytes_per_s=each * len(read_s) / sum(read_s),
         link_bytes_per_s=None if device.shares_ram else _link_rate(device, ram, arena[:_READ_BYTES]),
         memory_bytes_per_s=_memory_rate(device, arena),
-        gemm=tuple((n, _product_rate(device, kernel, arena, weight_dtype, sizes, n)) for n in TOKENS),
+        gemm=tuple((n, _product_rate(device, kernel, arena, weights, sizes, n)) for n in TOKENS),
         op_overhead_s=_op_overhead(device, arena),
         read_jitter_s=max(read_s) - median(read_s),
-        read_drag_s_per_byte=_read_drag(reader, model_file, device, kernel, arena, weight_dtype, sizes),
+        read_drag_s_per_byte=_read_drag(reader, model_file, device, kernel, arena, weights, sizes),
     )
 
 
@@ -289,32 +304,42 @@ def _link_rate(device: Device, ram: Tensor, target: Tensor) -> float:
 
 
 def _product_rate(
-    device: Device, kernel: LinearKernel, arena: Tensor, weight_dtype: torch.dtype, sizes: _Sizes, tokens: int
+    device: Device, kernel: LinearKernel, arena: Tensor, weights: _Weights, sizes: _Sizes, tokens: int
 ) -> float:
     """FLOP/s of a forward product and its input gradient together."""
-    both = _products(device, kernel, arena, weight_dtype, sizes, tokens)
+    both = _products(device, kernel, arena, weights, sizes, tokens)
     both()
     return 4 * sizes.rows * sizes.inner * tokens / _repeat(device, _PRODUCT_S, both)
 
 
 def _products(
-    device: Device, kernel: LinearKernel, arena: Tensor, weight_dtype: torch.dtype, sizes: _Sizes, tokens: int
+    device: Device, kernel: LinearKernel, arena: Tensor, weights: _Weights, sizes: _Sizes, tokens: int
 ) -> Callable[[], None]:
     """A forward product and its input gradient, in ``arena``."""
-    dtype = device.compute_dtype(weight_dtype)
+    dtype, shape = device.compute_dtype(weights.dtype), (sizes.rows, sizes.inner)
     generator = torch.Generator(arena.device).manual_seed(0)
     offset = 0
 
-    def place(rows: int, columns: int, kind: torch.dtype) -> Tensor:
+    def place(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         nonlocal offset
-        nbytes = rows * columns * kind.itemsize
-        tensor = arena[offset : offset + nbytes].view(kind).view(rows, columns)
+        nbytes = prod(shape) * kind.itemsize
+        tensor = arena[offset : offset + nbytes].view(kind).view(shape)
         offset += whole_sectors(nbytes)
         # Zeros would let a GPU clock higher than numbers do.
-        return tensor.normal_(generator=generator)
+        if kind.is_floating_point:
+            return tensor.normal_(generator=generator)
+        tensor.view(torch.uint8).random_(0, 256, generator=generator)
+        return tensor
 
-    weight_RK = place(sizes.rows, sizes.inner, weight_dtype)
-    x_KN, y_RN = place(sizes.inner, tokens, dtype), place(sizes.rows, tokens, dtype)
+    weight_RK: WeightBlock
+    if weights.form is None:
+        weight_RK = place(shape, weights.dtype)
+    else:
+        parts = tuple(place(part.shape, part.dtype) for part in weights.form.parts(shape))
+        for scale in parts[1:]:
+            scale.abs_().mul_(1e-2)
+        weight_RK = QuantizedBlock(weights.form, shape, parts)
+    x_KN, y_RN = place((sizes.inner, tokens), dtype), place((sizes.rows, tokens), dtype)
 
     def both() -> None:
         kernel.forward(weight_RK, x_KN, y_RN)
@@ -329,14 +354,14 @@ def _read_drag(
     device: Device,
     kernel: LinearKernel,
     arena: Tensor,
-    weight_dtype: torch.dtype,
+    weights: _Weights,
     sizes: _Sizes,
 ) -> float:
     """Seconds that products lose per byte read beside them: to the threads that read, and to memory. None of a device
     that computes from its own."""
     if not device.shares_ram:
         return 0.0
-    both = _products(device, kernel, arena, weight_dtype, sizes, _DRAG_TOKENS)
+    both = _products(device, kernel, arena, weights, sizes, _DRAG_TOKENS)
     target = device.allocate_ram(_DRAG_READ_BYTES)
 
     def seconds() -> float:
@@ -408,7 +433,7 @@ def cpu_model() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def _key(model_file: Path, device: Device, weight_dtype: torch.dtype, kernel: str, reader: str) -> dict[str, str]:
+def _key(model_file: Path, device: Device, weights: _Weights, kernel: str, reader: str) -> dict[str, str]:
     """All that figures may depend on."""
     where = device.torch_device
     return {
@@ -418,7 +443,7 @@ def _key(model_file: Path, device: Device, weight_dtype: torch.dtype, kernel: st
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else type(device).__name__,
         "kernel": kernel,
         "reader": reader,
-        "weights": str(weight_dtype),
+        "weights": weights.name,
         "file system": str(model_file.stat().st_dev),
     }
 

@@ -7,6 +7,7 @@ each. In a file the payload has the weight's name, and what belongs to it that n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite, prod
@@ -77,9 +78,9 @@ class WireFormat(ABC):
     def nbytes(self, shape: tuple[int, int]) -> int:
         return sum(part.nbytes for part in self.parts(shape))
 
-    def wrong_scales(self, parts: tuple[Tensor, ...]) -> str | None:
-        """Why the scales among ``parts`` of some rows are none: infinite, NaN, or below zero; None when they are."""
-        for scale in parts[1:]:
+    def wrong_scales(self, scales: Iterable[Tensor]) -> str | None:
+        """Why the ``scales`` of some rows are none: infinite, NaN, or below zero; None when they are."""
+        for scale in scales:
             if scale.numel() == 0:
                 continue
             # in one pass: the least and the greatest of numbers with a NaN among them are NaN

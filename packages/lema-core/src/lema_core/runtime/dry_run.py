@@ -261,7 +261,7 @@ class DryRun:
     def _look(self, layer: int | None) -> Hashable:
         """Equal for layers that cost the same: what their tensors and updates look like, and what trains."""
         shapes = tuple(
-            tuple((part.shape, part.dtype) for part in self._model.layout.parts[name]) for name in self._names[layer]
+            tuple((part.shape, part.storage) for part in self._model.layout.parts[name]) for name in self._names[layer]
         )
         updates = tuple(
             (*(parameter.shape for parameter in update.parameters()), update.dropout)

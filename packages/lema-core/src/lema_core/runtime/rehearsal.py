@@ -28,6 +28,7 @@ from lema_core.ops.low_rank import LowRankUpdate
 from lema_core.ops.streamed import StreamedOps
 from lema_core.planning.hardware import Hardware
 from lema_core.planning.predict import compute_s
+from lema_core.quantization.block import WeightBlock
 from lema_core.runtime.piece_run import Level, PieceRun, segment
 from lema_core.runtime.schedule import ENOUGH_TOKENS, Kind, MicroBatch, StepCosts, StepSchedule, StepShape, head_chunks
 from lema_core.store.granules import Part, whole_sectors
@@ -153,7 +154,7 @@ class _Memory:
     def __init__(self, model: StreamedModel, device: Device, nbytes: int, dtype: torch.dtype | None = None) -> None:
         layouts = [layout for layout in (model.layout, model.experts) if layout is not None]
         blocks = (part for layout in layouts for parts in layout.parts.values() for part in parts)
-        largest = max(prod(part.shape) * (dtype or part.dtype).itemsize for part in blocks)
+        largest = max(prod(part.shape) * dtype.itemsize if dtype else _room(part) for part in blocks)
         self.bytes = device.allocate(whole_sectors(max(largest, nbytes)))
         self._next = 0
 
@@ -164,13 +165,18 @@ class _Memory:
         return self.bytes[start : start + nbytes].view(dtype).view(shape)
 
 
+def _room(part: Part) -> int:
+    """Bytes of all that lies in the slot of a part, each behind the one before."""
+    return sum(whole_sectors(prod(piece.shape) * piece.dtype.itemsize) for piece in part.stored)
+
+
 class _MadeUpWeights:
-    """A weight source in which all parts lie in the same memory."""
+    """A weight source in which all parts lie in the same memory, scales of quantized ones too."""
 
     def __init__(self, model: StreamedModel, device: Device, nbytes: int) -> None:
         self._model = model
         self._memory = _Memory(model, device, nbytes)
-        # Read as fp32 or fp16, such numbers are finite too.
+        # Read as fp32 or fp16, such numbers are finite too, and scales; any byte is a code.
         self._memory.bytes.view(torch.bfloat16).normal_(std=0.02)
 
     def parts(self, name: str) -> tuple[Part, ...]:
@@ -180,8 +186,8 @@ class _MadeUpWeights:
         return nullcontext()
 
     @contextmanager
-    def borrow(self, part: Part) -> Iterator[Tensor]:
-        yield self._memory.block(part.shape, part.dtype)
+    def borrow(self, part: Part) -> Iterator[WeightBlock]:
+        yield part.block(lambda offset, dtype, shape: self._memory.block(shape, dtype))
 
     def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros(ids.numel(), self._model.embeddings[name].shape[1], dtype=dtype)

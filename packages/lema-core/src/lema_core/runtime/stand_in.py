@@ -19,6 +19,7 @@ from lema_core.ops.context import ForwardContext
 from lema_core.ops.gradients import Gradients
 from lema_core.ops.linear import Columns, LinearKernel
 from lema_core.ops.streamed import StreamedOps
+from lema_core.quantization.block import WeightBlock
 from lema_core.store.granules import Part
 from lema_core.store.model import StreamedModel
 
@@ -54,15 +55,16 @@ class StandInWeights:
         return nullcontext()
 
     @contextmanager
-    def borrow(self, part: Part) -> Iterator[Tensor]:
+    def borrow(self, part: Part) -> Iterator[WeightBlock]:
+        block = part.block(lambda offset, dtype, shape: zeros_without_memory(shape, dtype))
         if part.on_demand:
-            yield zeros_without_memory(part.shape, part.dtype)
+            yield block
             return
         if self.borrowed:
             self.step = Step()
             self.steps.append(self.step)
         self.borrowed.append(part)
-        yield zeros_without_memory(part.shape, part.dtype)
+        yield block
 
     def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros(ids.numel(), self._model.embeddings[name].shape[1], dtype=dtype)
@@ -81,7 +83,7 @@ class StandInKernel(LinearKernel):
         return super().packed(x_KN, segments) if self._copies else torch.empty_like(x_KN)
 
     def forward(
-        self, weight_RK: Tensor, x: Any, out_RN: Tensor, update: Any = None, segments: Sequence[Columns] = ()
+        self, weight_RK: WeightBlock, x: Any, out_RN: Tensor, update: Any = None, segments: Sequence[Columns] = ()
     ) -> None:
         inner = weight_RK.shape[1] + (0 if update is None else update[0].shape[1])
         self._count(2 * inner * out_RN.numel())
@@ -91,21 +93,21 @@ class StandInKernel(LinearKernel):
 
     def input_gradient(
         self,
-        weight_RK: Tensor,
+        weight_RK: WeightBlock,
         dy_RN: Tensor,
         dx_KN: Tensor,
         first: bool,
         update: Any = None,
         segments: Sequence[Columns] = (),
     ) -> None:
-        inner = len(weight_RK) + (0 if update is None else len(update[0]))
+        inner = weight_RK.shape[0] + (0 if update is None else len(update[0]))
         self._count(2 * inner * dx_KN.numel())
         if self._copies:
             _held = super().packed(dx_KN, segments), super().packed(self._block(weight_RK, dy_RN), segments)
         if first:
             dx_KN.zero_()
 
-    def _block(self, weight_RK: Tensor, y_RN: Tensor) -> Tensor:
+    def _block(self, weight_RK: WeightBlock, y_RN: Tensor) -> Tensor:
         return y_RN[: self._rows_at_once(weight_RK, y_RN)]
 
     def _count(self, flops: float) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from threading import Lock
 
+import torch
+from torch import Tensor
+
+from lema_core.checkpoint.reading import scales_error
 from lema_core.errors import CheckpointError
-from lema_core.store.granules import Granule, Read
+from lema_core.store.granules import Granule, Part, Piece, Read
 from lema_core.store.reads import PythonReads, Range, Reads
 
 
@@ -26,11 +31,17 @@ class DiskReader:
         self._lock = Lock()
         self.buffered_files: set[Path] = set()
         self.bytes_read = 0
+        #: first reads of granules whose scales were looked at
+        self._sound: set[Read] = set()
 
     def read_granule(self, granule: Granule, slot: memoryview) -> None:
         """Fill ``slot`` (at least granule.nbytes, aligned to SECTOR_BYTES). Raises CheckpointError naming tensors and
-        file."""
+        file; the first time for scales that are none, too."""
         self._fill(granule.reads, slot, granule.names)
+        if granule.quantized and granule.reads[0] not in self._sound:
+            for part in granule.quantized:
+                _check_scales(part, granule, slot)
+            self._sound.add(granule.reads[0])
 
     def read(self, path: Path, offset: int, target: memoryview, needed_bytes: int, names: tuple[str, ...]) -> int:
         """Fill ``target`` from ``offset`` on; at least ``needed_bytes`` must be there, the rest may lie past the file's
@@ -98,6 +109,22 @@ class DiskReader:
                 os.close(self._files.popitem()[1])
             while self._retired:
                 os.close(self._retired.pop())
+
+
+def _check_scales(part: Part, granule: Granule, slot: memoryview) -> None:
+    scales = part.pieces[1:]
+    wrong = part.format.wrong_scales(_view(piece, slot) for piece in scales)
+    if wrong is not None:
+        at = scales[0].offset
+        (path,) = (r.path for r in granule.reads if r.slot_offset <= at < r.slot_offset + r.nbytes)
+        raise scales_error(path, part.tensor, part.format, wrong)
+
+
+def _view(piece: Piece, slot: memoryview) -> Tensor:
+    """A copy where it lies at an odd place."""
+    nbytes = prod(piece.shape) * piece.dtype.itemsize
+    lying = torch.frombuffer(slot, dtype=torch.uint8, count=nbytes, offset=piece.offset)
+    return (lying.clone() if piece.offset % piece.dtype.itemsize else lying).view(piece.dtype)
 
 
 def _open_buffered(path: Path) -> int:

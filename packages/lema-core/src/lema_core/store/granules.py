@@ -9,13 +9,17 @@ there was.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
+from lema_core.quantization.block import QuantizedBlock, WeightBlock
+from lema_core.quantization.formats import WireFormat
 
 if TYPE_CHECKING:
     from lema_core.checkpoint.segments import TensorInfo
@@ -54,9 +58,22 @@ class Read:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A tensor of a quantized weight's at byte ``offset`` of a slot: some rows of its payload, or of its scales."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Part:
     """Rows ``start:stop`` of a tensor, found at byte ``offset`` of a granule's slot (the whole of a vector: rows are
-    elements). ``on_demand``: no trace announces it; see WeightSource.routed."""
+    elements). ``on_demand``: no trace announces it; see WeightSource.routed.
+
+    Of a quantized tensor, whose ``format`` this is, ``pieces`` say where its payload and scales are, and ``dtype`` is
+    what they are decoded to.
+    """
 
     tensor: str
     granule: int
@@ -66,17 +83,38 @@ class Part:
     dtype: torch.dtype
     offset: int
     on_demand: bool = False
+    format: WireFormat | None = None
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def stored(self) -> tuple[Piece, ...]:
+        """What lies in the slot."""
+        return self.pieces or (Piece(self.offset, self.shape, self.dtype),)
+
+    @property
+    def storage(self) -> str:
+        """What it is stored as, in a word."""
+        return str(self.dtype).removeprefix("torch.") if self.format is None else self.format.name
+
+    def block(self, view: Callable[[int, torch.dtype, tuple[int, ...]], Tensor]) -> WeightBlock:
+        """What compute is given; ``view``: of what lies at an offset, by dtype and shape."""
+        if self.format is None:
+            return view(self.offset, self.dtype, self.shape)
+        parts = tuple(view(piece.offset, piece.dtype, piece.shape) for piece in self.pieces)
+        return QuantizedBlock(self.format, self.shape, parts)
 
 
 @dataclass(frozen=True)
 class Granule:
-    """``nbytes``: the bytes that are read and moved; ``layer`` and ``names`` say what it is, for errors and plots."""
+    """``nbytes``: the bytes that are read and moved; ``layer`` and ``names`` say what it is, for errors and plots;
+    ``quantized``: those of its parts that are."""
 
     index: int
     nbytes: int
     layer: int | None
     names: tuple[str, ...]
     reads: tuple[Read, ...]
+    quantized: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,7 +172,7 @@ class GranuleLayout:
 
 
 def _tensor_bytes(item: StreamedTensor) -> int:
-    return prod(item.info.shape) * item.info.dtype.itemsize
+    return item.info.nbytes
 
 
 def _row_blocks(item: StreamedTensor, target_bytes: int) -> list[tuple[int, int]]:
@@ -174,9 +212,9 @@ def _cut(group: Sequence[StreamedTensor], target_bytes: int) -> list[list[tuple[
 
 def _cost(groups: Iterable[Sequence[StreamedTensor]], target_bytes: int) -> int:
     count, largest = 0, 0
-    sizes: dict[tuple[tuple[tuple[int, ...], torch.dtype], ...], tuple[int, int]] = {}
+    sizes: dict[tuple[tuple[tuple[int, ...], str], ...], tuple[int, int]] = {}
     for group in groups:
-        key = tuple((item.info.shape, item.info.dtype) for item in group)
+        key = tuple((item.info.shape, item.info.storage) for item in group)
         if key not in sizes:
             bins = _cut(group, target_bytes)
             sizes[key] = (
@@ -211,10 +249,12 @@ def _place(index: int, pieces: Sequence[tuple[StreamedTensor, int, int]]) -> tup
     """Lay the pieces of a granule out in its slot, reading neighbours in the file as one range."""
     ranges = []
     for item, start, stop in pieces:
-        rows = max(1, item.info.shape[0] if item.info.shape else 1)
-        row_bytes = _tensor_bytes(item) // rows
-        first = item.info.segment.offset + start * row_bytes
-        ranges.append((item.info.segment.path, first, first + (stop - start) * row_bytes, item, start, stop))
+        for stored in item.info.stored:
+            row_bytes = stored.nbytes // max(1, stored.shape[0] if stored.shape else 1)
+            first = stored.segment.offset + start * row_bytes
+            ranges.append(
+                (stored.segment.path, first, first + (stop - start) * row_bytes, item.name, start, stored.name)
+            )
     ranges.sort(key=lambda r: (str(r[0]), r[1]))
     spans: list[list] = []
     for path, first, last, *_ in ranges:
@@ -228,15 +268,30 @@ def _place(index: int, pieces: Sequence[tuple[StreamedTensor, int, int]]) -> tup
     for path, low, high, last in spans:
         reads.append(Read(path, low, high - low, last - low, slot_offset))
         slot_offset += high - low
-    parts = []
-    for path, first, last, item, start, stop in ranges:
+    offsets = {}
+    for path, first, last, *which in ranges:
         read = next(r for r in reads if r.path == path and r.file_offset <= first and last <= r.file_offset + r.nbytes)
-        shape = (stop - start, *item.info.shape[1:]) if item.info.shape else ()
-        offset = read.slot_offset + first - read.file_offset
-        on_demand = item.expert is not None
-        parts.append(Part(item.name, index, start, stop, shape, item.info.dtype, offset, on_demand))
+        offsets[tuple(which)] = read.slot_offset + first - read.file_offset
+    parts = [_part(index, item, start, stop, offsets) for item, start, stop in pieces]
     names = tuple(dict.fromkeys(item.name for item, _, _ in pieces))
-    return Granule(index, slot_offset, pieces[0][0].layer, names, tuple(reads)), parts
+    quantized = tuple(part for part in parts if part.format is not None)
+    return Granule(index, slot_offset, pieces[0][0].layer, names, tuple(reads), quantized), parts
+
+
+def _part(index: int, item: StreamedTensor, start: int, stop: int, offsets: Mapping[tuple[str, int, str], int]) -> Part:
+    """``offsets``: in the slot, of what its files have, by the names of both and the first row."""
+    found = tuple(
+        Piece(offsets[item.name, start, stored.name], _rows_shape(stored, start, stop), stored.dtype)
+        for stored in item.info.stored
+    )
+    shape, quantized = _rows_shape(item.info, start, stop), item.info.quantized
+    form, pieces = (None, ()) if quantized is None else (quantized.format, found)
+    on_demand = item.expert is not None
+    return Part(item.name, index, start, stop, shape, item.info.dtype, found[0].offset, on_demand, form, pieces)
+
+
+def _rows_shape(info: TensorInfo, start: int, stop: int) -> tuple[int, ...]:
+    return (stop - start, *info.shape[1:]) if info.shape else ()
 
 
 def _place_trained(
@@ -245,7 +300,7 @@ def _place_trained(
     """Lay the pieces of a granule out one after the other, in its slot as in the working file."""
     parts, end = [], 0
     for item, start, stop in pieces:
-        shape = (stop - start, *item.info.shape[1:]) if item.info.shape else ()
+        shape = _rows_shape(item.info, start, stop)
         offset = -(-end // _TENSOR_ALIGNMENT_BYTES) * _TENSOR_ALIGNMENT_BYTES
         on_demand = item.expert is not None
         parts.append(Part(item.name, index, start, stop, shape, item.info.dtype, offset, on_demand))

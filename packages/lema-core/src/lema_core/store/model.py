@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lema_core.checkpoint.segments import Segment
-from lema_core.errors import BudgetError
+from lema_core.errors import BudgetError, CheckpointError
+from lema_core.quantization.formats import WireFormat
 from lema_core.store.granules import (
     MAX_GRANULE_BYTES,
     MAX_TRAINED_GRANULE_BYTES,
@@ -145,8 +147,25 @@ class StreamedModel:
 
     @property
     def matrix_dtype(self) -> torch.dtype:
-        """What the products' weights are stored as; norms and biases may differ."""
-        return next(parts[0].dtype for parts in self.layout.parts.values() if len(parts[0].shape) == 2)
+        """What the products' weights are stored as; norms and biases may differ. Of quantized ones what the model has
+        beside them: what they were before."""
+        all_parts = list(self.layout.parts.values())
+        matrix = next(parts[0] for parts in all_parts if len(parts[0].shape) == 2)
+        if matrix.format is None:
+            return matrix.dtype
+        return next((parts[0].dtype for parts in all_parts if parts[0].format is None), matrix.dtype)
+
+    @property
+    def matrix_format(self) -> WireFormat | None:
+        """The format that most numbers of the products' weights are in; None: a dtype, :attr:`matrix_dtype`."""
+        numbers: Counter[str] = Counter()
+        formats: dict[str, WireFormat | None] = {}
+        for layout in (self.layout, self.experts):
+            for parts in () if layout is None else layout.parts.values():
+                if len(parts[0].shape) == 2:
+                    numbers[parts[0].storage] += sum(prod(part.shape) for part in parts)
+                    formats[parts[0].storage] = parts[0].format
+        return formats[numbers.most_common(1)[0][0]]
 
     @property
     def biased_modules(self) -> frozenset[str]:
@@ -155,7 +174,7 @@ class StreamedModel:
 
     @property
     def row_bytes(self) -> int:
-        return sum(info.shape[1] * info.dtype.itemsize for info in self.embeddings.values())
+        return sum(info.nbytes // info.shape[0] for info in self.embeddings.values())
 
     def default_rows(self) -> int:
         """Rows of the region when nothing presses; follows from the model alone."""
@@ -238,8 +257,16 @@ def cut_model(
     """Cut the bound ``tensors`` of ``adapter``. An embedding is read by rows, and as granules too where a tied head
     uses it. Experts are cut apart from all else.
 
-    ``trained``: names of the tensors that train, of a tied pair either; they are fp32 and lie in ``space``.
+    ``trained``: names of the tensors that train, of a tied pair either; they are fp32 and lie in ``space``. Raises
+    CheckpointError for one that is quantized: its numbers are not there to be trained.
     """
+    for name in trained:
+        if tensors[name].quantized is not None:
+            info = tensors[name]
+            raise CheckpointError(
+                f"{info.segment.path}: tensor {info.name!r} is to train and is {info.storage} in the file: use the "
+                "unquantized model, one that was quantized without what trains, or LoRA weights (training_mode=lora)"
+            )
     specs = adapter.tensors()
     tables = {spec.name: tensors[spec.name] for spec in specs if spec.role == "embedding"}
     heads = {spec.tied_to: spec.name for spec in specs if spec.tied_to and tensors[spec.tied_to] == tensors[spec.name]}

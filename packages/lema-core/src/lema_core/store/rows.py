@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lema_core.checkpoint.reading import tensor_bytes
+from lema_core.checkpoint.reading import scales_error, tensor_bytes
 from lema_core.device import map_ram
 from lema_core.errors import DataError
 from lema_core.ops.widen import TorchWiden, Widen
@@ -23,13 +23,13 @@ _BOUNCE_BYTES = 1 << 20
 
 def bounce_bytes(info: TensorInfo) -> int:
     """Sector-aligned bytes that rows of [V, C] ``info`` are read into: one row at least, the whole tensor at most."""
-    row_bytes = info.shape[1] * info.dtype.itemsize
+    row_bytes = info.nbytes // info.shape[0]
     wanted = max(row_bytes, min(_BOUNCE_BYTES, info.shape[0] * row_bytes))
     return whole_sectors(wanted) + 2 * SECTOR_BYTES
 
 
 class RowCache:
-    """The rows used most recently of one [V, C] tensor, in storage format.
+    """The rows used most recently of one [V, C] tensor, in storage format; quantized ones are decoded row by row.
 
     ``n_rows`` is the region's capacity; ``bounce``: uint8, at least :func:`bounce_bytes`, aligned to SECTOR_BYTES, and
     possibly shared. ``widen`` is the kernel that gives fp32 rows.
@@ -41,15 +41,20 @@ class RowCache:
         self._info = info
         self._reader = reader
         self._widen = widen or TorchWiden()
-        self._row_bytes = info.shape[1] * info.dtype.itemsize
+        self._row_bytes = info.nbytes // info.shape[0]
         self.n_rows = min(n_rows, info.shape[0])
-        self._rows = map_ram(self.n_rows * self._row_bytes)[: self.n_rows * self._row_bytes]
-        self._rows = self._rows.view(info.dtype).view(self.n_rows, info.shape[1])
+        #: of each tensor that the files have of it
+        self._rows = [self._region(part) for part in info.stored]
         self._bounce = bounce
         self._bounce_memory = tensor_bytes(bounce)
         self._slots: OrderedDict[int, int] = OrderedDict()
+        self._free = list(range(self.n_rows))
         self._ever_filled = 0
         self.bytes_read = 0
+
+    def _region(self, part: TensorInfo) -> Tensor:
+        nbytes = self.n_rows * (part.nbytes // part.shape[0])
+        return map_ram(nbytes)[:nbytes].view(part.dtype).view(self.n_rows, *part.shape[1:])
 
     @property
     def bytes_now(self) -> int:
@@ -72,20 +77,27 @@ class RowCache:
         for piece, target in zip(ids.split(self.n_rows), out.split(self.n_rows), strict=True):
             wanted = piece.tolist()
             self._fetch(sorted(set(wanted)))
-            found = self._rows[torch.tensor([self._slots[row] for row in wanted], dtype=torch.int64)]
-            if dtype == torch.float32 and found.dtype in (torch.float16, torch.bfloat16):
-                self._widen(found, target)
+            at = torch.tensor([self._slots[row] for row in wanted], dtype=torch.int64)
+            found = tuple(region[at] for region in self._rows)
+            if self._info.quantized is not None:
+                numbers = target if dtype == torch.float32 else torch.empty(target.shape)
+                self._info.quantized.format.decode(found, numbers)
+                if numbers is not target:
+                    target.copy_(numbers)
+            elif dtype == torch.float32 and found[0].dtype in (torch.float16, torch.bfloat16):
+                self._widen(found[0], target)
             else:
-                target.copy_(found)
+                target.copy_(found[0])
         return out
 
     def forget(self) -> None:
         """The table has changed: no row is kept."""
         self._slots.clear()
+        self._free = list(range(self.n_rows))
 
     def free(self) -> None:
         """Give the region's memory back."""
-        self._rows = self._rows[:0].clone()
+        self._rows = [region[:0].clone() for region in self._rows]
         self._slots.clear()
 
     def _fetch(self, rows: list[int]) -> None:
@@ -107,22 +119,32 @@ class RowCache:
         return count * self._row_bytes + 2 * SECTOR_BYTES <= len(self._bounce)
 
     def _read(self, rows: list[int]) -> None:
-        """Read neighbouring rows through the aligned bounce area; a row starts anywhere in the file."""
-        first = self._info.segment.offset + rows[0] * self._row_bytes
-        last = first + len(rows) * self._row_bytes
+        """Read neighbouring rows. Raises CheckpointError for scales that are none."""
+        slots = [self._free.pop() if self._free else self._slots.popitem(last=False)[1] for _ in rows]
+        at = torch.tensor(slots)
+        try:
+            for part, region in zip(self._info.stored, self._rows, strict=True):
+                region[at] = self._read_part(part, rows[0], len(rows))
+            if self._info.quantized is not None:
+                form = self._info.quantized.format
+                if (wrong := form.wrong_scales(region[at] for region in self._rows[1:])) is not None:
+                    raise scales_error(self._info.segment.path, self._info.name, form, wrong)
+        except BaseException:
+            self._free += slots
+            raise
+        self._slots.update(zip(rows, slots, strict=True))
+        self._ever_filled = max(self._ever_filled, len(self._slots))
+
+    def _read_part(self, part: TensorInfo, first_row: int, count: int) -> Tensor:
+        """Through the aligned bounce area; a row starts anywhere in the file."""
+        row_bytes = part.nbytes // part.shape[0]
+        first = part.segment.offset + first_row * row_bytes
+        last = first + count * row_bytes
         low = first - first % SECTOR_BYTES
         span = whole_sectors(last - low)
-        target, names = self._bounce_memory[:span], (self._info.name,)
-        self.bytes_read += self._reader.read(self._info.segment.path, low, target, last - low, names)
+        target, names = self._bounce_memory[:span], (part.name,)
+        self.bytes_read += self._reader.read(part.segment.path, low, target, last - low, names)
         found = self._bounce[first - low : last - low]
-        if found.storage_offset() % self._info.dtype.itemsize:
+        if found.storage_offset() % part.dtype.itemsize:
             found = found.clone()
-        found = found.view(self._info.dtype).view(len(rows), -1)
-        for i, row in enumerate(rows):
-            if len(self._slots) < self.n_rows:
-                slot = len(self._slots)
-                self._ever_filled = max(self._ever_filled, slot + 1)
-            else:
-                slot = self._slots.popitem(last=False)[1]
-            self._rows[slot] = found[i]
-            self._slots[row] = slot
+        return found.view(part.dtype).view(count, *part.shape[1:])

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lema_core.quantization.block import WeightBlock
 from lema_core.store.granules import Part
 
 
@@ -18,7 +19,7 @@ class WeightSource(Protocol):
     def parts(self, name: str) -> tuple[Part, ...]:
         """The row blocks of a tensor, in order."""
 
-    def borrow(self, part: Part) -> AbstractContextManager[Tensor]:
+    def borrow(self, part: Part) -> AbstractContextManager[WeightBlock]:
         """A row block in storage format on the device, valid inside the ``with`` only."""
 
     def routed(self, parts: Sequence[Part]) -> AbstractContextManager[None]:

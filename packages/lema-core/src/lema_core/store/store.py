@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from lema_core.device import Device, map_ram
 from lema_core.errors import PlanError
 from lema_core.ops.widen import Widen
+from lema_core.quantization.block import WeightBlock
 from lema_core.store.disk import DiskReader
 from lema_core.store.engine import StepPlan, TransferEngine
 from lema_core.store.experts import ExpertEngine
@@ -44,7 +46,7 @@ class Borrow:
         self._generation = window.generations[slot]
         self._released = False
 
-    def tensor(self) -> Tensor:
+    def tensor(self) -> WeightBlock:
         """The row block in storage format. Raises PlanError when it is stale."""
         part, window = self._part, self._window
         if (
@@ -53,9 +55,9 @@ class Borrow:
             or window.granule_in(self._slot) != part.granule
         ):
             raise PlanError(f"stale read of {part.tensor}: its slot was released or holds another granule")
-        return window.block(self._slot, part.offset, part.dtype, part.shape)
+        return part.block(partial(window.block, self._slot))
 
-    def __enter__(self) -> Tensor:
+    def __enter__(self) -> WeightBlock:
         return self.tensor()
 
     def __exit__(self, *exc_info: object) -> None:
