@@ -64,7 +64,8 @@ def choose(
             if answer is None:
                 break
     if not named:
-        sentences.append(f"{name}: has no {wanted}, only {_listed([each for each in records if each.name == name])}")
+        others = [each for each in records if each.name == name and each.unavailable(device_type) is None]
+        sentences.append(f"{name}: has no {wanted}" + (f", only {_listed(others)}" if others else ""))
     if len(usable) > 1 and answer is not None:
         usable = [_picked(answer, usable)]
     meant = next(iter([*usable[:1], *named, *serving.values()]))

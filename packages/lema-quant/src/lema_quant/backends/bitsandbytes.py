@@ -21,9 +21,7 @@ class BitsandbytesInt8(RowsByLibrary):
         self.version = version_of("bitsandbytes")
 
     def codes(self, numbers_rK: Tensor, scale_r1: Tensor) -> Tensor:
-        codes_rK, absmax_r, _ = self._functional.int8_vectorwise_quant(numbers_rK)
-        # Of a row of zeros it makes NaN, and codes of that are anything.
-        return codes_rK.masked_fill_(absmax_r[:, None] == 0, 0)
+        return self._functional.int8_vectorwise_quant(numbers_rK)[0]
 
 
 class BitsandbytesNF4(WeightCodec):

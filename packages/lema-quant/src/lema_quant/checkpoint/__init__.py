@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from lema_quant.checkpoint.plan import QuantizationPlan, Recipe, plan_quantization
-from lema_quant.checkpoint.report import REPORT_FILE, QuantizationReport, TensorReport
+from lema_quant.checkpoint.plan import QuantizationPlan, Recipe, base_files, plan_quantization
+from lema_quant.checkpoint.result import REPORT_FILE, QuantizedCheckpoint, read_quantized
 from lema_quant.checkpoint.write import finished, quantize_checkpoint, write_quantized
 
 __all__ = [
     "REPORT_FILE",
     "QuantizationPlan",
-    "QuantizationReport",
+    "QuantizedCheckpoint",
     "Recipe",
-    "TensorReport",
+    "base_files",
     "finished",
     "plan_quantization",
     "quantize_checkpoint",
+    "read_quantized",
     "write_quantized",
 ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,7 +25,7 @@ from lema_core.plugins import get_plugin_manager
 from lema_core.quantization.backends import ChosenCodec, WeightQuantizer
 from lema_core.records import QuantBackend, load_object
 from lema_core.suggest import did_you_mean
-from lema_quant.checkpoint.report import REPORT_FILE
+from lema_quant.checkpoint.result import REPORT_FILE
 
 #: part of a checkpoint's identity: raised when the same base and options are to give something else
 _VERSION = 1
@@ -39,6 +39,10 @@ _KEPT = {
     "router": "a router: a rounded choice is another expert",
     "buffer": "no weight",
 }
+
+
+#: the files of a model by name, size and times of change
+BaseFiles: TypeAlias = tuple[tuple[str, int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class QuantizationPlan:
 
     folder: Path
     recipe: Recipe
+    base: BaseFiles
     files: tuple[PlannedFile, ...]
     config: Mapping[str, Any]
     copied: tuple[Path, ...]
@@ -141,13 +146,11 @@ class QuantizationPlan:
     def identity(self) -> str:
         """A hash of all that decides the bytes: the base's files by size and times, the options, who encodes. Equal
         ones make equal checkpoints."""
-        paths = sorted({tensor.source.segment.path for tensor in self.tensors})
-        times = [[path.name, *_size_and_times(path)] for path in paths]
         stored = [
             [tensor.name, *((tensor.codec.format.name, tensor.codec.version) if tensor.codec else ())]
             for tensor in self.tensors
         ]
-        text = json.dumps([_VERSION, times, stored, self.config], sort_keys=True)
+        text = json.dumps([_VERSION, self.base, stored, self.config], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -175,7 +178,7 @@ def plan_quantization(folder: Path, recipe: Recipe, say: Callable[[str], object]
     if roles.untied:
         config["tie_word_embeddings"] = False
     copied = tuple(path for path in files_beside(folder) if path != Path("config.json"))
-    return QuantizationPlan(folder, chosen, tuple(_files(manifest, tensors)), config, copied)
+    return QuantizationPlan(folder, chosen, base_files(manifest), tuple(_files(manifest, tensors)), config, copied)
 
 
 def refuse_quantized(folder: Path, hf_config: Mapping[str, Any], manifest: Manifest) -> None:
@@ -306,10 +309,14 @@ def _quantization_config(backend: QuantBackend) -> dict[str, Any]:
     return found if group is None else {**found, "group_size": group}
 
 
-def _size_and_times(path: Path) -> tuple[int, int, int]:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    # the time of the last change of any kind too: the other can be set back
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+def base_files(manifest: Manifest) -> BaseFiles:
+    """What changes when a file of ``manifest`` does. Raises CheckpointError naming a file that cannot be read."""
+    found = []
+    for path in manifest.paths:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        # the time of the last change of any kind too: the other can be set back
+        found.append((path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return tuple(found)

@@ -28,8 +28,15 @@ from lema_core.checkpoint import TensorInfo, TensorToWrite, read_elements, write
 from lema_core.checkpoint.manifest import INDEX_NAME
 from lema_core.errors import CheckpointError
 from lema_core.quantization.codec import NotFiniteWeight
+from lema_core.quantization.report import ErrorMeter, QuantizationReport, TensorReport
 from lema_quant.checkpoint.plan import PlannedFile, PlannedTensor, QuantizationPlan, Recipe, plan_quantization
-from lema_quant.checkpoint.report import REPORT_FILE, ErrorMeter, QuantizationReport, TensorReport
+from lema_quant.checkpoint.result import (
+    REPORT_FILE,
+    QuantizedCheckpoint,
+    read_quantized,
+    tensor_from_json,
+    tensor_to_json,
+)
 
 _PROGRESS_FILE, _LOCK_FILE = "progress.json", ".lock"
 #: numbers of a block: with its fp32 copies, its codes and the next one on its way, about half a granule of memory
@@ -49,7 +56,7 @@ def quantize_checkpoint(
     exclude: tuple[str, ...] = (),
     progress: Progress = lambda done, total: None,
     say: Callable[[str], object] = print,
-) -> QuantizationReport:
+) -> QuantizedCheckpoint:
     """Write the model in ``folder`` to ``output_dir`` with the weights of its linears, experts and head in ``bits`` (8
     or 4) bits; an output_dir that a finished run left is replaced, an interrupted one is gone on with.
 
@@ -70,7 +77,7 @@ def write_quantized(
     output_dir: Path,
     progress: Progress = lambda done, total: None,
     say: Callable[[str], object] = print,
-) -> QuantizationReport:
+) -> QuantizedCheckpoint:
     """Write what ``plan`` says to ``output_dir``, which appears when it is complete. One that is there already and was
     made of the same base in the same way is left as it is. Raises CheckpointError as :func:`quantize_checkpoint`."""
     final = check_target(output_dir, plan.names, [plan.folder])
@@ -86,8 +93,8 @@ def write_quantized(
         left = sum(file.needed_bytes for file in plan.files if file.name not in done.files)
         try:
             with room_for(final, left + plan.beside_bytes):
-                report = _write_files(plan, working, done, progress)
-                _write_beside(plan, working, report)
+                made = _write_files(plan, working, done, progress)
+                _write_beside(plan, working, made)
                 (working / _PROGRESS_FILE).unlink()
                 (working / _LOCK_FILE).unlink()
                 put_in_place(working, final)
@@ -95,18 +102,13 @@ def write_quantized(
             if not done.files:
                 shutil.rmtree(working, ignore_errors=True)
             raise
-    return replace(report, path=final)
+    return replace(made, path=final)
 
 
-def finished(plan: QuantizationPlan, final: Path) -> QuantizationReport | None:
-    """The report of a checkpoint in ``final`` that ``plan`` would only make again; None when there is none."""
-    try:
-        found = json.loads((final / REPORT_FILE).read_text(encoding="utf-8"))
-        same = found["identity"] == plan.identity
-        sizes = {name: (final / name).stat().st_size for name in found["files"]}
-        return QuantizationReport.from_json(final, found) if same and sizes == found["files"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # none, or another's: it is made anew
+def finished(plan: QuantizationPlan, final: Path) -> QuantizedCheckpoint | None:
+    """The checkpoint in ``final`` when ``plan`` would only make it again; None when there is none."""
+    found = read_quantized(final)
+    return found if found is not None and found.identity == plan.identity else None
 
 
 class _Finished:
@@ -143,15 +145,15 @@ class _Finished:
 
     def add(self, path: Path, tensors: list[TensorReport]) -> None:
         """``path`` is complete and on the disk."""
-        described = [each.to_json() for each in tensors]
+        described = [tensor_to_json(each) for each in tensors]
         self.files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path), "tensors": described}
         write_json(self._path, {"identity": self._plan.identity, "files": self.files})
 
     def reports(self, name: str) -> list[TensorReport]:
-        return [TensorReport.from_json(each) for each in self.files[name]["tensors"]]
+        return [tensor_from_json(each) for each in self.files[name]["tensors"]]
 
 
-def _write_files(plan: QuantizationPlan, working: Path, done: _Finished, progress: Progress) -> QuantizationReport:
+def _write_files(plan: QuantizationPlan, working: Path, done: _Finished, progress: Progress) -> QuantizedCheckpoint:
     tensors: list[TensorReport] = []
     read_bytes = 0
 
@@ -166,9 +168,9 @@ def _write_files(plan: QuantizationPlan, working: Path, done: _Finished, progres
         else:
             done.add(working / file.name, _write_file(working / file.name, file, advance))
         tensors += done.reports(file.name)
-    recipe = plan.recipe
-    return QuantizationReport(
-        working, recipe.bits, recipe.format, recipe.backend, tuple(tensors), reused_files=done.count
+    recipe, report = plan.recipe, QuantizationReport.of(tensors)
+    return QuantizedCheckpoint(
+        working, recipe.bits, recipe.format, recipe.backend, plan.identity, report, reused_files=done.count
     )
 
 
@@ -193,10 +195,7 @@ def _kept(
 ) -> list[TensorToWrite]:
     """What is written of a tensor that stays as it is."""
     source = tensor.source
-    name = str(source.dtype).removeprefix("torch.")
-    report = TensorReport(
-        tensor.name, source.shape, name, 8 * source.dtype.itemsize, tensor.nbytes, source.nbytes, kept=tensor.kept
-    )
+    report = TensorReport(tensor.name, source.shape, source.nbytes, tensor.nbytes, reason=tensor.kept)
 
     def blocks() -> Iterator[Tensor]:
         for _, block in _blocks(source, reader):
@@ -252,31 +251,15 @@ class _Encoding:
                     f"{error.value}, which no code stands for: download the model again, or keep the tensor as it is "
                     f"with quant_exclude=[{self._tensor.name}]"
                 ) from error
-            decoded_rK = torch.empty(block_rK.shape)
-            codec.format.decode(parts, decoded_rK)
-            meter.add(block_rK.float(), decoded_rK)
-            del decoded_rK
+            meter.add(codec.format, block_rK, parts)
             yield codes
             self._advance(block_rK.nbytes)
-        self._told(self._report(meter))
+        tensor = self._tensor
+        self._told(TensorReport.quantized(tensor.name, source.shape, source.nbytes, codec.format, codec.backend, meter))
 
     def _scales(self, index: int) -> Tensor:
         scales, self._beside[index] = self._beside[index], torch.empty(0)
         return scales
-
-    def _report(self, meter: ErrorMeter) -> TensorReport:
-        tensor, format = self._tensor, self._tensor.codec.format
-        return TensorReport(
-            tensor.name,
-            tensor.source.shape,
-            format.name,
-            format.bits,
-            tensor.nbytes,
-            tensor.source.nbytes,
-            tensor.codec.backend,
-            meter.relative,
-            meter.by_columns,
-        )
 
 
 def _blocks(source: TensorInfo, reader: ThreadPoolExecutor) -> Iterator[tuple[int, Tensor]]:
@@ -298,7 +281,7 @@ def _blocks(source: TensorInfo, reader: ThreadPoolExecutor) -> Iterator[tuple[in
         del block  # before the next one is waited for
 
 
-def _write_beside(plan: QuantizationPlan, working: Path, report: QuantizationReport) -> None:
+def _write_beside(plan: QuantizationPlan, working: Path, made: QuantizedCheckpoint) -> None:
     for path in plan.copied:
         (working / path).parent.mkdir(exist_ok=True)
         shutil.copyfile(plan.folder / path, working / path)
@@ -306,7 +289,7 @@ def _write_beside(plan: QuantizationPlan, working: Path, report: QuantizationRep
     if plan.index is not None:
         write_json(working / INDEX_NAME, plan.index)
     sizes = {file.name: (working / file.name).stat().st_size for file in plan.files}
-    write_json(working / REPORT_FILE, {"identity": plan.identity, "files": sizes, **report.to_json()})
+    write_json(working / REPORT_FILE, {"files": sizes, **made.to_json()})
 
 
 @contextmanager
