@@ -61,11 +61,15 @@ def choose_kernel(op: str, backend: str, device_type: str, plugins: PluginManage
         raise ConfigError(f"backend: {backend!r} cannot serve here: {error}; use backend=auto") from error
 
 
-def choose_kernels(backend: str, device_type: str, plugins: PluginManager | None = None) -> Kernels:
-    """Every kernel of a run, made. Raises as :func:`choose_kernel` does."""
+def choose_kernels(
+    backend: str, device_type: str, plugins: PluginManager | None = None, weights_compute: str = "auto"
+) -> Kernels:
+    """Every kernel of a run, made; ``linear`` with ``weights_compute`` where that is ``w8a8``. Raises as
+    :func:`choose_kernel` does."""
 
     def make(op: str) -> Any:
-        return load_object(choose_kernel(op, backend, device_type, plugins).impl)()
+        impl = load_object(choose_kernel(op, backend, device_type, plugins).impl)
+        return impl(weights_compute=weights_compute) if op == "linear" and weights_compute == "w8a8" else impl()
 
     return Kernels(**{each.name: make(each.name) for each in fields(Kernels)})
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema_core.quantization.block import WeightBlock
+from lema_core.ops.w8a8 import multiply_codes, round_inputs
+from lema_core.quantization.block import QuantizedBlock, WeightBlock
 
 #: rows that are widened together, in elements: small enough to stay in cache, large enough to keep the product fast
 _SCRATCH_ELEMENTS = 1 << 20
@@ -33,9 +34,13 @@ class LinearKernel:
     ``segments`` are the micro-batches whose tokens stand beside each other, in order and without gaps; ``()`` means
     that all columns are one. The bits of a segment's columns depend on that segment alone: micro-batches computed
     together equal micro-batches computed apart.
+
+    ``weights_compute``: "w8a8" rounds the inputs of int8 weights to int8 too, forward, see :mod:`lema_core.ops.w8a8`;
+    what else there is ("auto", "dequant") decodes weights.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights_compute: str = "auto") -> None:
+        self._rounds_inputs = weights_compute == "w8a8"
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     def packed(self, x_KN: Tensor, segments: Sequence[Columns] = ()) -> Any:
@@ -59,6 +64,11 @@ class LinearKernel:
         columns = segments or ((0, out_RN.shape[1]),)
         if update is not None:
             low_rank, projected, scale = update[0].to(out_RN.dtype), apart(update[1], segments), update[2]
+        if self._rounds_inputs and isinstance(weight_RK, QuantizedBlock) and weight_RK.format.name == "int8":
+            for i, (first, last) in enumerate(columns):
+                y = multiply_codes(weight_RK, *round_inputs(shares[i])).to(out_RN.dtype)
+                out_RN[:, first:last] = y if update is None else y.addmm_(low_rank, projected[i], alpha=scale)
+            return
         for start, stop, w in self._blocks(weight_RK, out_RN):
             for i, (first, last) in enumerate(columns):
                 target = out_RN[start:stop, first:last]
