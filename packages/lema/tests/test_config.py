@@ -130,8 +130,6 @@ def test_spellings_for_a_models_own_weights(name: str, value: Any, expected: Any
         ("eval_split", 1.0, "to below 1"),
         ("seed", -1, "from 0"),
         ("batch_size", None, "from 1 up"),
-        ("weights_bits", 7, "fp32, fp16, bf16"),
-        ("weights_bits", 8, "fp32, fp16, bf16"),
         ("opt_state_bits", 4, "8 or null"),
         ("opt_state_bits", True, "8 or null"),
         ("kv_bits", 8, "null"),
@@ -146,7 +144,12 @@ def test_spellings_for_a_models_own_weights(name: str, value: Any, expected: Any
         ("opt_state_ram", "4XB", '"4.0GB"'),
         ("grad_acc_vram", 2, 'write "2GB"'),
         ("activations_ram", "0", "greater than 0"),
-        ("quant_backend", "torchao", "fp32, fp16, bf16"),
+        ("weights_bits", 7, "8 or 4 or null"),
+        ("weights_bits", True, "8 or 4 or null"),
+        ("quant_backend", "torchoa", "auto, custom, torchao, quanto, bitsandbytes; did you mean 'torchao'?"),
+        ("weights_format", "int4_32", "did you mean 'int4-32'?"),
+        ("weights_compute", "int8", "auto, dequant, w8a8"),
+        ("quant_exclude", [""], "[down_proj,lm_head]"),
         ("backend", "cuda", "auto, cpp, python"),
         ("training_mode", "selective_ful", "did you mean 'selective_full'?"),
         ("trainable_modules", [3], "[q_proj,mlp]"),
@@ -171,7 +174,8 @@ def test_spellings_for_a_models_own_weights(name: str, value: Any, expected: Any
 def test_refusals_name_key_value_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:
     message = _refusal(**{name: value})
     assert message.startswith(f"{name}: ") and allowed in message
-    assert name in ("trainable_layers", "trainable_modules", "lora_target_modules") or str(value) in message
+    listed = ("trainable_layers", "trainable_modules", "lora_target_modules", "quant_exclude")
+    assert name in listed or str(value) in message
 
 
 def test_unknown_names_have_a_near_match() -> None:
@@ -197,6 +201,17 @@ def test_options_that_contradict_each_other() -> None:
     assert _refusal(hardware="t4") == "hardware: 't4' is for task=plan; task=train runs on this machine"
     assert "plot: true is for task=plan" in _refusal(plot=True, task="doctor")
     assert LemaConfig(task="plan", hardware="t4", plot="true").plot is True
+
+
+def test_options_of_quantization_that_mean_nothing_together() -> None:
+    for name, value in (("weights_format", "nf4"), ("quant_backend", "torchao"), ("quant_exclude", ["lm_head"])):
+        message = _refusal(**{name: value})
+        assert message.startswith(f"{name}: {value!r} is for weights that are to be quantized")
+        assert getattr(LemaConfig(weights_bits=4, **{name: value}), name) == value
+    assert "'nf4' has 4 bits, and weights_bits is 8" in _refusal(weights_bits=8, weights_format="NF4")
+    assert "weights_bits is null" in _refusal(weights_compute="w8a8")
+    assert "weights_bits is 4" in _refusal(weights_compute="w8a8", weights_bits=4)
+    assert LemaConfig(weights_compute="W8A8", weights_bits="8").weights_compute == "w8a8"
 
 
 def test_long_values_are_shown_in_part() -> None:

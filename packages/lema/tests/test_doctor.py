@@ -17,7 +17,7 @@ from lema.config import LemaConfig
 from lema.doctor import examine, print_report
 from lema.report import Row
 from lema_core.plugins import get_plugin_manager
-from lema_core.records import Kernel
+from lema_core.records import Kernel, QuantBackend
 
 
 def test_needs_no_model_and_answers_every_question(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +59,10 @@ def test_what_is_broken_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
         training_methods=real.training_methods,
         checkpoint_sources=lambda: [SimpleNamespace(name="closed", priority=1, refuses=lambda ref: f"no {ref}")],
         kernels=lambda: kernels,
+        quant_backends=lambda: [
+            QuantBackend("here", 8, "int8", "lema_quant.custom.int8:Int8Codec", 1),
+            QuantBackend("absent", 4, "nf4", "x.y:Z", 0, lambda device: "no x (pip install x)"),
+        ],
         packages=real.packages,
         problems=[SimpleNamespace(package="lema-broken", plugin="x", error="ImportError: no y")],
         hook=real.hook,
@@ -68,6 +72,11 @@ def test_what_is_broken_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     fast, far = sections["Kernels"]
     assert fast.serves is False and "ModuleNotFoundError" in fast.detail
     assert far.serves is False and far.detail == "for xpu, which is not here, was not built: no compiler"
+    title = next(title for title in sections if "quant_backend" in title)
+    assert sections[title] == [
+        Row("here: int8", "weights_bits=8, priority 1", True),
+        Row("absent: nf4", "no x (pip install x)", False),
+    ]
     assert Row("lema-broken", "x: ImportError: no y", False) in sections["Plugins"]
     models = {row.name: row for row in sections["Models by name (+model=NAME)"]}
     smollm2 = models["smollm2_135m"]

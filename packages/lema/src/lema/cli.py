@@ -36,6 +36,8 @@ error, 130 Ctrl-C.
   python -m lema model_name_or_path=./my-model task=generate prompt="Once upon a time"
   python -m lema model_name_or_path=org/name@revision train_file=rows.jsonl
   python -m lema +model=tinyllama init=random model_overrides={hidden_size:64} train_file=rows.jsonl max_steps=2
+  python -m lema +model=smollm2_135m quant=torchao train_file=rows.jsonl
+  python -m lema +model=smollm2_135m task=quantize weights_bits=4 output_dir=smollm2-int4
   python -m lema task=merge lora_path=runs/first/checkpoint-500 output_dir=merged
   python -m lema +model=smollm2_135m task=plan batch_size=4
   python -m lema task=doctor"""
@@ -82,6 +84,8 @@ def _run(config: LemaConfig) -> None:
     with quick_imports():
         if config.task == "merge":
             from lema.merge_task import merge as run
+        elif config.task == "quantize":
+            from lema.quantize_task import quantize as run
         else:
             from lema import tasks
 
@@ -120,7 +124,9 @@ def check_complete(config: LemaConfig) -> None:
     """Raise ConfigError when the task lacks an option it cannot run without."""
     if config.task == "merge":
         _check_merge(config)
-    elif config.model_name_or_path is None and config.hf_config is None:
+    elif config.task == "quantize":
+        _check_quantize(config)
+    if config.task != "merge" and config.model_name_or_path is None and config.hf_config is None:
         models = ", ".join(group_choices().get("model", {})) or "none is installed"
         raise ConfigError(
             f"task={config.task} needs a model: +model=NAME ({models}), or model_name_or_path=FOLDER or a Hub name"
@@ -148,6 +154,13 @@ def _check_merge(config: LemaConfig) -> None:
         )
     if config.output_dir == LemaConfig().output_dir:
         raise ConfigError("task=merge needs a folder of its own: output_dir=FOLDER")
+
+
+def _check_quantize(config: LemaConfig) -> None:
+    if config.weights_bits is None:
+        raise ConfigError("task=quantize needs to know how far: weights_bits=8 or weights_bits=4")
+    if config.output_dir == LemaConfig().output_dir:
+        raise ConfigError("task=quantize needs a folder of its own: output_dir=FOLDER")
 
 
 def help_text(width: int) -> str:

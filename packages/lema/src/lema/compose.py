@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lema.config import NO_QUANTIZATION, LemaConfig
+from lema.config import LemaConfig
 from lema_core.errors import ConfigError, PluginError
 from lema_core.plugins import get_plugin_manager
 from lema_core.suggest import did_you_mean, unknown_name
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 #: the package whose config.yaml is where every composition starts
 PRIMARY = "lema.conf"
-#: said after an unknown choice of a group that will grow
-_GROUP_NOTES = {"quant": NO_QUANTIZATION}
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,8 @@ def group_choices() -> Mapping[str, Mapping[str, GroupChoice]]:
 def compose(overrides: Iterable[str] = (), config_file: str | Path | None = None) -> LemaConfig:
     """The config of a command line.
 
-    ``overrides`` are ``key=value``, ``+group=choice``; a plus may be given or left out everywhere.
+    ``overrides`` are ``key=value``, ``+group=choice``; a plus may be given or left out everywhere. What files of groups
+    have as ``model_overrides`` counts for init=random alone, beneath those that are typed.
     ``config_file`` is a YAML mapping of options and groups. Raises ConfigError in one line for whatever does not exist.
     """
     from omegaconf import OmegaConf
@@ -79,8 +78,13 @@ def compose(overrides: Iterable[str] = (), config_file: str | Path | None = None
     for override in overrides:
         key, value = _parse_override(override)
         _sort_in(key, value, groups, typed)
+    composed = _compose_groups(groups)
+    init = next((each["init"] for each in (typed, values, composed) if "init" in each), LemaConfig().init)
+    if str(init).lower() != "random":
+        # a preset's are for trying it without its checkpoint, which says itself what the model is
+        composed.pop("model_overrides", None)
     try:
-        merged = OmegaConf.merge(LemaConfig().to_dict(), _compose_groups(groups), values, typed)
+        merged = OmegaConf.merge(LemaConfig().to_dict(), composed, values, typed)
         resolved = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"cannot read the options: {_first_line(error)}") from error
@@ -96,8 +100,7 @@ def _sort_in(key: str, value: Any, groups: dict[str, str], values: dict[str, Any
         values[key] = {**earlier, **value} if isinstance(earlier, dict) and isinstance(value, dict) else value
     elif key in known:
         if str(value) not in known[key]:
-            note = f"; {_GROUP_NOTES[key]}" if key in _GROUP_NOTES else ""
-            raise ConfigError(f"{where}{unknown_name(key, str(value), known[key])}{note}{_left_out()}")
+            raise ConfigError(f"{where}{unknown_name(key, str(value), known[key])}{_left_out()}")
         groups[key] = str(value)
     else:
         near = did_you_mean(key, [*LemaConfig.options(), *known])

@@ -28,11 +28,9 @@ from lema.options import (
     size,
     text,
 )
+from lema.quant_options import check_quantization, read_pattern, read_quant_backend, read_weights_format
 from lema_core.errors import ConfigError
 from lema_core.suggest import did_you_mean
-
-NO_QUANTIZATION = "this version stores weights as the checkpoint has them (fp32, fp16, bf16)"
-
 
 #: what the package trains itself; plugins bring more
 LORA, SELECTIVE_FULL = "lora", "selective_full"
@@ -93,6 +91,7 @@ def _layer(value: Any) -> int | str:
 
 _MODEL, _TRAIN, _LORA, _DATA, _OPTIM = "Model and task", "What is trained", "LoRA", "Data", "Optimization"
 _RUN, _MEMORY, _PLAN, _GENERATE = "Run, files and resuming", "Memory", "Planning", "Generation"
+_QUANT = "Quantized weights"
 _MERGE = "Merging"
 
 
@@ -100,7 +99,9 @@ _MERGE = "Merging"
 class LemaConfig:
     """Every option of a run. All have defaults; a value that is not allowed raises ConfigError when it is assigned."""
 
-    task: str = choice("train", _MODEL, "What to do.", ("train", "generate", "evaluate", "merge", "plan", "doctor"))
+    task: str = choice(
+        "train", _MODEL, "What to do.", ("train", "generate", "evaluate", "quantize", "merge", "plan", "doctor")
+    )
     model_name_or_path: str | None = path(
         None,
         _MODEL,
@@ -294,7 +295,6 @@ class LemaConfig:
         _MEMORY,
         "Recompute a block's activations in the backward pass (true), keep them (false), or as memory allows (null).",
     )
-    weights_bits: int | None = only_null(_MEMORY, "Bits of stored weights.", NO_QUANTIZATION)
     opt_state_bits: int | None = bits(
         _MEMORY, "Bits of each number of stored optimizer states, with selective_full; null is fp32."
     )
@@ -311,15 +311,45 @@ class LemaConfig:
     kv_bits: int | None = only_null(
         _MEMORY, "Bits of cached keys and values.", "this version caches them as they are computed"
     )
-    quant_backend: str = choice(
-        "auto",
-        _MEMORY,
-        "What quantizes.",
-        ("auto",),
-        absent=dict.fromkeys(("custom", "torchao", "quanto", "bitsandbytes"), f"allowed: auto; {NO_QUANTIZATION}"),
-    )
     target_step_time_ms: int | None = integer(
         None, _MEMORY, "Take the least memory whose predicted step is as short as this; null takes what there is.", 1
+    )
+
+    weights_bits: int | None = bits(
+        _QUANT,
+        "Bits of the weights of linears, experts and head, which are quantized once, into a folder of the cache that "
+        "later runs use too; null takes them as the checkpoint has them, quantized or not. With 4, a head has 8.",
+        (8, 4),
+    )
+    quant_backend: str = text(
+        "auto",
+        _QUANT,
+        "What quantizes: custom (lema's own), torchao, quanto, bitsandbytes, what a plugin brings, or auto, the first "
+        "that is installed of torchao, quanto, bitsandbytes, custom.",
+        "auto, custom, torchao, quanto, bitsandbytes, or what a plugin brings",
+        read_quant_backend,
+    )
+    weights_format: str | None = text(
+        None,
+        _QUANT,
+        "How weights lie: int8 (a scale for each row), int4-32, int4-64, int4-128 (a scale for so many columns), nf4; "
+        "null is int8 or the backend's own with 4 bits.",
+        "int8, int4-32, int4-64, int4-128, nf4, or what a plugin brings",
+        read_weights_format,
+    )
+    weights_compute: str = choice(
+        "auto",
+        _QUANT,
+        "What multiplies quantized weights: dequant (they are widened to what activations have), w8a8 (activations "
+        "are rounded to 8 bits too, token by token, which changes numbers), auto (never w8a8).",
+        ("auto", "dequant", "w8a8"),
+    )
+    quant_exclude: list[str] = names(
+        [],
+        _QUANT,
+        "Tensors that stay as they are: parts of their names, or shell patterns, such as [mlp.down_proj,layers.0.*].",
+        "a list of parts of tensor names such as [down_proj,lm_head]",
+        read_pattern,
     )
 
     hardware: str | None = path(
@@ -372,6 +402,7 @@ class LemaConfig:
             raise ConfigError(f"plot: true is for task=plan, which draws a step; task={self.task} draws nothing")
 
         self._check_mode()
+        check_quantization(self)
 
     def _check_mode(self) -> None:
         """Options of one training mode given together with another."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from lema_core.memory import format_bytes
+from lema_core.memory import format_bytes, rss_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -83,7 +83,8 @@ class TrainingDisplay:
 
 @contextmanager
 def byte_progress(about: str, total_bytes: int | None, out: TextIO) -> Iterator[Callable[[int], None]]:
-    """Shows how far a long transfer has come: a live line on a terminal, else one line when it begins.
+    """Shows how far a long transfer has come, when it will be through and what the process takes: a live line on a
+    terminal, else one line when it begins.
 
     Yields what takes the bytes done since the last call; it may be called from any thread.
     """
@@ -93,7 +94,21 @@ def byte_progress(about: str, total_bytes: int | None, out: TextIO) -> Iterator[
         return
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.text import Text
+
+    class ProcessMemory(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"process {format_bytes(rss_bytes())}")
 
     columns = (
         TextColumn("{task.description}"),
@@ -101,6 +116,7 @@ def byte_progress(about: str, total_bytes: int | None, out: TextIO) -> Iterator[
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
+        ProcessMemory(),
     )
     with Progress(*columns, console=Console(file=out)) as progress:
         task = progress.add_task(escape(about), total=total_bytes)

@@ -47,6 +47,7 @@ def examine(config: LemaConfig | None = None) -> dict[str, list[Row]]:
             Row(each.name, f"priority {each.priority}", True) for each in get_plugin_manager().checkpoint_sources()
         ],
         "Kernels": list(_kernels()),
+        "What quantizes weights (quant_backend=NAME), in the order of auto": list(_quant_backends()),
         "Plugins": list(_plugins()),
         "Hooks and who implements them": list(_hooks()),
     }
@@ -178,6 +179,13 @@ def _kernels() -> Iterable[Row]:
         device = "any device" if kernel.device_type == "*" else kernel.device_type
         detail = ", ".join(reasons) or f"on {device}, priority {kernel.priority}"
         yield Row(f"{kernel.op}: {kernel.name}", detail, not reasons)
+
+
+def _quant_backends() -> Iterable[Row]:
+    for backend in get_plugin_manager().quant_backends():
+        reason = backend.unavailable("cpu") or _why_not(partial(load_object, backend.codec))
+        about = f"weights_bits={backend.bits}, priority {backend.priority}"
+        yield Row(f"{backend.name}: {backend.format}", reason or about, reason is None)
 
 
 def _plugins() -> Iterable[Row]:

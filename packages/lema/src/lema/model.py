@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from lema.config import LORA, SELECTIVE_FULL, LemaConfig
 from lema.planner import Machine, RunPlan, Workload, plan_run, step_choices, this_machine
 from lema.prediction import tier_memory
+from lema.quantized import quantized_copy
 from lema.random_model import random_model
 from lema_core.atomic import atomic_folder, check_free_space
 from lema_core.budgets import parse_amount
@@ -78,13 +79,18 @@ class LemaModel:
         architecture = plugins.match_architecture(hf_config)
         self.adapter = load_object(architecture.adapter).from_hf_config(hf_config)
         self._manifest = read_manifest(self.folder)
-        self._bound = bind_tensors(self._manifest, self.adapter)
-        self._model = cut_model(self.adapter, self._bound)
+        self._originals = bind_tensors(self._manifest, self.adapter)
         self._hf_config = hf_config
         self._device = device if device is not None else open_device(config.device, choose_copies(config.backend))
         #: what multiplies
         self.kernel = choose_kernel("linear", config.backend, self._device.torch_device.type)
         self._method: TrainingMethodClass = load_object(plugins.training_method(config.training_mode).method)
+        #: the copy of the weights that is computed with, where they were quantized for this run or one before
+        self.quantized = quantized_copy(config, self._manifest)
+        self._bound = self._originals
+        if self.quantized is not None:
+            self._bound = bind_tensors(read_manifest(self.quantized.path), self.adapter)
+        self._model = cut_model(self.adapter, self._bound)
         #: what trains; None before initialize_training() and load_lora()
         self.training: Training | None = None
         #: how memory was shared out; None before the first computation
@@ -127,7 +133,27 @@ class LemaModel:
     def _stream_trained(self, weights: Collection[str]) -> None:
         """Cut the model anew: what trains, or trained, streams from a file of its own."""
         space = WorkingSpace(Path(self.config.output_dir).absolute() / "weights in training")
-        self._model = cut_model(self.adapter, self._bound, trained=weights, space=space)
+        bound = self._bound | {name: self._originals[name] for name in self._with_tied(weights)}
+        self._model = cut_model(self.adapter, bound, trained=weights, space=space)
+
+    def _with_tied(self, weights: Collection[str]) -> set[str]:
+        """``weights`` and what is one tensor with them. Raises CheckpointError for one that only its codes are left
+        of."""
+        pairs = [(spec.name, spec.tied_to) for spec in self.adapter.tensors() if spec.tied_to is not None]
+        found = set(weights)
+        for pair in pairs:
+            one, other = (self._originals[name] for name in pair)
+            if one == other and found.intersection(pair):
+                found.update(pair)
+        for name in sorted(found):
+            info = self._originals[name]
+            if info.quantized is not None:
+                raise CheckpointError(
+                    f"{info.segment.path}: tensor {info.name!r} is to train, and only its {info.storage} is here: give "
+                    f"the model that it was made from, with weights_bits={self.config.weights_bits or 8} for the rest, "
+                    "or train LoRA weights (training_mode=lora)"
+                )
+        return found
 
     @property
     def lora(self) -> LoraWeights | None:

@@ -133,8 +133,8 @@ def flag(default: bool | None, group: str, help: str) -> Any:
     return _field(default, group, help, "true or false", parse)
 
 
-def choice(default: Any, group: str, help: str, values: Iterable[Any], absent: Mapping[str, str] | None = None) -> Any:
-    """One of ``values`` (strings or enum members), in any case. ``absent`` says why a known word is not served."""
+def choice(default: Any, group: str, help: str, values: Iterable[Any]) -> Any:
+    """One of ``values`` (strings or enum members), in any case."""
     by_word = {str(value.value if isinstance(value, Enum) else value): value for value in values}
     allowed = " or ".join(by_word) if len(by_word) < 3 else ", ".join(by_word)
 
@@ -142,23 +142,21 @@ def choice(default: Any, group: str, help: str, values: Iterable[Any], absent: M
         word = str(value.value if isinstance(value, Enum) else value).lower()
         if word in by_word:
             return by_word[word]
-        reason = (absent or {}).get(word)
-        if reason is None:
-            reason = f"allowed: {allowed}{did_you_mean(word, by_word)}"
-        raise ConfigError(f"{_shown(value)} is not allowed; {reason}")
+        raise ConfigError(f"{_shown(value)} is not allowed; allowed: {allowed}{did_you_mean(word, by_word)}")
 
     return _field(default, group, help, allowed, parse, brief=True)
 
 
-def bits(group: str, help: str) -> Any:
+def bits(group: str, help: str, served: tuple[int, ...] = (8,)) -> Any:
     """Null, or the bits of a number in storage that there are codecs for."""
+    allowed = " or ".join(map(str, served))
 
     def parse(value: Any) -> int:
-        if isinstance(value, bool) or str(value) != "8":
+        if isinstance(value, bool) or str(value) not in map(str, served):
             raise ValueError
-        return 8
+        return int(value)
 
-    return _field(None, group, help, "8", parse, brief=True)
+    return _field(None, group, help, allowed, parse, brief=True)
 
 
 def only_null(group: str, help: str, reason: str) -> Any:

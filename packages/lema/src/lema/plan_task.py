@@ -13,6 +13,7 @@ from lema.config import LemaConfig
 from lema.model import LemaModel
 from lema.planner import Machine, RunPlan, named_machine
 from lema.prediction import TierMemory, tier_memory
+from lema.quantized import describe_copy
 from lema.report import Row, print_sections
 from lema.tasks import load_rows
 from lema_core.errors import ConfigError
@@ -39,7 +40,10 @@ def print_plan(config: LemaConfig, out: TextIO) -> None:
             model.expect_tokens(*_rows(model, config))
         machine = None if config.hardware is None else named_machine(config, read_hardware(config.hardware))
         run = model.plan(machine)
-        print_sections(sections(run, f"{model.folder}: {selected}"), out)
+        rows = sections(run, f"{model.folder}: {selected}")
+        if model.quantized is not None:
+            rows["Run"].insert(1, Row("quantized", describe_copy(model.quantized)))
+        print_sections(rows, out)
         if config.plot:
             print(f"drawn in {draw(run, config)}", file=out)
 

@@ -16,6 +16,7 @@ from lema.interrupts import StopRequest
 from lema.metrics import MetricsWriter, finite_or_null, read_steps, refuse_earlier_run
 from lema.model import LemaModel
 from lema.prediction import measured, predicted
+from lema.quantized import describe_copy
 from lema_core.atomic import check_free_space, clean_leftovers, write_json
 from lema_core.errors import CheckpointError
 from lema_core.memory import anonymous_bytes, peak_rss_bytes
@@ -136,6 +137,7 @@ def _train(
                 "measured": measured(read_steps(output_dir, first_step)),
                 "example": evaluations["after"].example if "after" in evaluations else None,
                 "checkpoint": None if checkpoint is None else str(checkpoint),
+                **_quantized(model),
             }
             write_json(output_dir / "summary.json", finite_or_null(summary))
     finally:
@@ -161,6 +163,7 @@ def evaluate(config: LemaConfig) -> dict[str, Any]:
             **evaluation.summary(),
             "seconds_s": time.perf_counter() - started,
             **_memory(model),
+            **_quantized(model),
             "example": evaluation.example,
         }
 
@@ -186,7 +189,7 @@ def generate(config: LemaConfig) -> dict[str, Any]:
             model.continue_text(ids, tokenizer, config.max_new_tokens, on_text=show)
         finally:
             print(flush=True)
-        return {"task": "generate", "seconds_s": time.perf_counter() - started, **_memory(model)}
+        return {"task": "generate", "seconds_s": time.perf_counter() - started, **_memory(model), **_quantized(model)}
 
 
 def _load_trained(model: LemaModel, config: LemaConfig) -> None:
@@ -256,10 +259,10 @@ def _resume(
 
 def _heading(model: LemaModel, selected: str, rows: Dataset, total_steps: int) -> str:
     windows = "; ".join(model.budget.because) if model.budget else ""
-    return (
-        f"{model.folder}: {selected}; {model.training.numbers:,} trained numbers\n"
-        f"{len(rows)} rows, {total_steps} steps; {windows}"
-    )
+    lines = [f"{model.folder}: {selected}; {model.training.numbers:,} trained numbers"]
+    if model.quantized is not None:
+        lines.append(describe_copy(model.quantized))
+    return "\n".join([*lines, f"{len(rows)} rows, {total_steps} steps; {windows}"])
 
 
 def _budgets(model: LemaModel) -> dict[str, int]:
@@ -269,6 +272,14 @@ def _budgets(model: LemaModel) -> dict[str, int]:
         "ram": sum(stats.ram_window_bytes for stats in given),
         "device": sum(stats.device_window_bytes for stats in given),
     }
+
+
+def _quantized(model: LemaModel) -> dict[str, Any]:
+    """Of weights that were quantized for this run, or one before."""
+    if model.quantized is None:
+        return {}
+    copy = model.quantized
+    return {"weights": f"{copy.format}, by {copy.backend}, in {copy.path}", "weights_bytes": copy.report.bytes_after}
 
 
 def _memory(model: LemaModel) -> dict[str, int]:
