@@ -59,7 +59,7 @@ class Places:
         whole = there[bisect_right(there, start, key=lambda each: each.segment.offset) - 1]
         inside = start - whole.segment.offset
         assert 0 <= inside < whole.segment.nbytes, f"{info.name} is in none of the files' tensors"
-        return whole.name, inside // (matrix_shape(whole)[1] * whole.dtype.itemsize)
+        return whole.name, inside // (whole.segment.nbytes // matrix_shape(whole)[0])
 
 
 def _own_names(

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from lema_core.atomic import identity_of
-from lema_core.checkpoint import Manifest, TensorInfo, read_header, read_hf_config
+from lema_core.checkpoint import Manifest, SafetensorsHeader, TensorInfo, read_header, read_hf_config
 from lema_core.checkpoint.beside import files_beside
 from lema_core.checkpoint.manifest import INDEX_NAME, SINGLE_NAME
+from lema_core.checkpoint.quantized import METADATA_KEY
 from lema_core.errors import CheckpointError
 from lema_train.merge import Change, Changes
 
@@ -94,21 +95,24 @@ def plan_merge(
     """Lay out the base in ``manifest`` with ``changes`` made.
 
     ``dtype`` is what weights are stored as (fp64, fp32, fp16 and bf16 ones; None: each as it was). ``max_shard_bytes``
-    deals tensors out over files of at most so many bytes, as transformers does; None keeps the base's files.
-    Raises CheckpointError when a file of the base cannot be read.
+    deals tensors out over files of at most so many bytes, as transformers does; None keeps the base's files. Of a
+    quantized base the numbers that it stands for are merged into, and stored as ``dtype``.
+    Raises CheckpointError when a file of the base cannot be read, and for a quantized one without a ``dtype``.
     """
+    _check_quantized(manifest, dtype)
 
     def planned(name: str, source: TensorInfo) -> PlannedTensor:
         stored = dtype if dtype is not None and source.dtype in _FLOATS else source.dtype
         return PlannedTensor(name, source, stored, changes.tensors.get(name, ()))
 
     headers = [read_header(path) for path in _paths(manifest)]
-    metadata = {key: text for header in reversed(headers) for key, text in header.metadata.items()} | {"format": "pt"}
+    said = [{k: text for k, text in header.metadata.items() if k != METADATA_KEY} for header in headers]
+    metadata = {key: text for each in reversed(said) for key, text in each.items()} | {"format": "pt"}
     added = [planned(name, source) for name, source in changes.added.items()]
     if max_shard_bytes is None:
-        kept = [[planned(info.name, info) for info in _by_offset(header.tensors)] for header in headers]
+        kept = [[planned(info.name, info) for info in _in_file(header, manifest)] for header in headers]
         kept[-1] += added
-        own = [header.metadata | {"format": "pt"} for header in headers]
+        own = [each | {"format": "pt"} for each in said]
         names = [header.path.name for header in headers]
         files = [PlannedFile(*each) for each in zip(names, map(tuple, kept), own, strict=True)]
         indexed = _is_indexed(manifest, names)
@@ -141,7 +145,25 @@ def check_target_file(path: Path, sources: Iterable[Path]) -> Path:
 
 
 def _paths(manifest: Manifest) -> list[Path]:
+    """Files with nothing but scales in them are none of a merged model's."""
     return sorted({info.segment.path for info in manifest.tensors.values()})
+
+
+def _check_quantized(manifest: Manifest, dtype: torch.dtype | None) -> None:
+    first = next((info for info in manifest.tensors.values() if info.quantized is not None), None)
+    if first is not None and dtype is None:
+        raise CheckpointError(
+            f"{first.segment.path}: tensor {first.name!r} is {first.storage}, too coarse for what was trained: give "
+            "the unquantized model as model_name_or_path, or merge_dtype=bfloat16 to merge into what it stands for"
+        )
+
+
+def _in_file(header: SafetensorsHeader, manifest: Manifest) -> Iterator[TensorInfo]:
+    """The tensors of one file, also those that no index names; quantized ones as what they stand for."""
+    quantized = [info for info in manifest.tensors.values() if info.quantized is not None]
+    scales = {part.name for info in quantized for part in info.quantized.parts[1:]}
+    whole = {info.name: info for info in quantized}
+    return (whole.get(info.name, info) for info in _by_offset(header.tensors) if info.name not in scales)
 
 
 def _by_offset(tensors: Mapping[str, TensorInfo], path: Path | None = None) -> list[TensorInfo]:
@@ -185,6 +207,9 @@ def _index(manifest: Manifest, files: Sequence[PlannedFile]) -> dict[str, Any]:
 def _config(folder: Path, changed: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any] | None:
     config = read_hf_config(folder)
     edited = config | changed
+    if config.get("quantization_config") is not None:
+        # what is written is not
+        del edited["quantization_config"]
     if dtype is not None:
         # the older of the two names is the one that all versions of transformers read
         spelled = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]

@@ -18,6 +18,8 @@ from torch import Tensor
 #: numbers that one scale of NF4 is for, as in bitsandbytes
 NF4_BLOCK = 64
 INT4_GROUPS = (32, 64, 128)
+#: as many numbers as torch does not share out over threads
+_ONE_THREAD = 1 << 15
 #: the quantiles of a normal distribution that NF4's codes stand for (Dettmers et al. 2023, "QLoRA", arXiv:2305.14314,
 #: appendix E; as fp32 in bitsandbytes)
 NF4_VALUES = (
@@ -83,12 +85,14 @@ class WireFormat(ABC):
         for scale in scales:
             if scale.numel() == 0:
                 continue
-            # in one pass: the least and the greatest of numbers with a NaN among them are NaN
-            least, greatest = (float(each) for each in torch.aminmax(scale))
-            if not (isfinite(least) and isfinite(greatest)):
-                return "infinite or NaN"
-            if least < 0 and not self.signed_scales:
-                return f"{least:g}, below zero"
+            # Few at a time: a thread that reads beside the compute shall not wake others up for it.
+            for some in scale.flatten().split(_ONE_THREAD):
+                # in one pass: the least and the greatest of numbers with a NaN among them are NaN
+                least, greatest = (float(each) for each in torch.aminmax(some))
+                if not (isfinite(least) and isfinite(greatest)):
+                    return "infinite or NaN"
+                if least < 0 and not self.signed_scales:
+                    return f"{least:g}, below zero"
         return None
 
 

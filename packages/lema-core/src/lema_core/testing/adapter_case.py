@@ -53,6 +53,9 @@ class AdapterCase:
     dropout: ClassVar[Mapping[str, Any]] = {}
     buffers: ClassVar[Mapping[str, tuple[int, ...]]] = {}
     slow: ClassVar[frozenset[str]] = frozenset()
+    #: wire formats of quantized weights to try, and those whose tests are marked slow
+    formats: ClassVar[tuple[str, ...]] = ("int4-32",)
+    slow_formats: ClassVar[frozenset[str]] = frozenset()
 
     # -- what an architecture with tensors of its own kind overrides
 
@@ -113,6 +116,10 @@ class AdapterCase:
             pytest = theirs.oracle("pytest")
             marks = {name: (pytest.mark.slow,) if name in self.slow else () for name in self.variants}
             metafunc.parametrize("variant", [pytest.param(name, marks=marks[name]) for name in self.variants])
+        if "form" in metafunc.fixturenames:
+            pytest = theirs.oracle("pytest")
+            forms = [(name, (pytest.mark.slow,) if name in self.slow_formats else ()) for name in self.formats]
+            metafunc.parametrize("form", [pytest.param(name, marks=marks) for name, marks in forms])
         if "dropout_field" in metafunc.fixturenames:
             metafunc.parametrize("dropout_field", list(self.dropout))
 

@@ -33,6 +33,7 @@ from lema_core.runtime.schedule import Groups
 from lema_core.testing import adapter_files as files
 from lema_core.testing import adapter_oracle as theirs
 from lema_core.testing.adapter_case import Shape, batch_of, by_name, train
+from lema_core.testing.adapter_quantized import QuantizedSuite
 from lema_core.testing.adapter_weights import WeightSuite
 from lema_core.testing.allocations import peak_allocated
 from lema_core.testing.comparing import assert_all_close, assert_close, assert_equal
@@ -48,7 +49,7 @@ _NEW_TOKENS = 24
 _R, _K, _G = Level.RECOMPUTE, Level.KEEP, Level.GRAPH
 
 
-class AdapterSuite(WeightSuite):
+class AdapterSuite(WeightSuite, QuantizedSuite):
     """Tests of an adapter against transformers and PEFT, and of what streaming promises, through lema_core alone."""
 
     # -- the files
