@@ -442,7 +442,8 @@ class LemaModel:
 
     def _new_kernels(self) -> Kernels:
         """The run's kernels; what those that measure keep between products is gone with them."""
-        return choose_kernels(self.config.backend, self._device.torch_device.type)
+        c = self.config
+        return choose_kernels(c.backend, self._device.torch_device.type, weights_compute=c.weights_compute)
 
     @property
     def budget(self) -> BudgetPlan | None:
