@@ -53,7 +53,7 @@ class TestMistral(EveryFormat):
     adapter = MistralAdapter
     hf_config = {"model_type": "mistral", **SIZES, "sliding_window": 5}
     variants = {"window": {}}
-    slow_formats = frozenset({"int4-64", "int4-128", "int8"})
+    slow_formats = frozenset({"int8", "int4-64", "int4-128", "nf4"})
 
 
 class TestLfm2(EveryFormat):
@@ -62,6 +62,7 @@ class TestLfm2(EveryFormat):
         "model_type": "lfm2", **SIZES, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"],
     }  # fmt: skip
     variants = {"tied": {}}
+    slow_formats = frozenset({"int4-32", "int4-64", "int4-128"})
 
 
 class TestLfm2Moe(EveryFormat):
@@ -71,4 +72,4 @@ class TestLfm2Moe(EveryFormat):
         "num_dense_layers": 1, "layer_types": ["conv", "full_attention"],
     }  # fmt: skip
     variants = {"tied": {}}
-    slow_formats = frozenset({"int4-64", "int4-128", "int8"})
+    slow_formats = frozenset({"int8", "int4-32", "int4-64", "int4-128"})

@@ -474,6 +474,7 @@ class LemaModel:
                 _versioned(read),
                 refresh,
                 say,
+                self._model.matrix_format,
             )
             del kernels
             self._device.trim()
