@@ -1,0 +1,1 @@
+"""Weights in FP8 for lema, registered through the ``lema`` entry-point group."""
