@@ -169,9 +169,9 @@ def plan_quantization(folder: Path, recipe: Recipe, say: Callable[[str], object]
     )
     bound = bind_tensors(manifest, adapter)
     roles = _Roles(adapter, bound)
+    _check_patterns(recipe.exclude, roles)
     quantizer = WeightQuantizer(get_plugin_manager(), recipe.backend, warn=say)
     backend = quantizer.choice(recipe.bits, recipe.format).backend
-    _check_patterns(recipe.exclude, roles)
     tensors = _tensors(manifest, adapter, roles, recipe, quantizer)
     chosen = Recipe(recipe.bits, backend.name, backend.format, recipe.exclude)
     config = {**hf_config, "quantization_config": _quantization_config(backend)}
