@@ -457,6 +457,12 @@ class LemaModel:
         self._longest = min(longest, self.config.max_seq_length)
         self._typical = typical
 
+    @property
+    def _multiplied_by(self) -> str:
+        """The kernel of products, by all that sets its speed."""
+        name = _versioned(self.kernel)
+        return f"{name} w8a8" if self.config.weights_compute == "w8a8" else name
+
     def flight_check(self, refresh: bool = False, say: Callable[[str], None] = lambda text: None) -> FlightCheck:
         """What this machine does with this model's file and kernel, measured once (about two seconds) and kept;
         ``refresh`` measures again."""
@@ -469,7 +475,7 @@ class LemaModel:
                 self._device,
                 kernels.linear,
                 self._model.matrix_dtype,
-                _versioned(self.kernel),
+                self._multiplied_by,
                 DiskReader(kernels.read),
                 _versioned(read),
                 refresh,
