@@ -53,9 +53,6 @@ from lema_train.peft_format import base_model, read_peft_config
 from lema_train.trainer import Trainer, TrainerOptions
 from lema_train.weight_files import WeightFiles, weight_values
 
-#: of the memory that is planned for a process: gaps are given back beyond it
-_NEAR_ALL = 0.97
-
 
 class LemaModel:
     """A causal language model whose weights stream through windows. Use as a context manager, or call :meth:`close`.
@@ -431,10 +428,10 @@ class LemaModel:
         return self._runner
 
     def _most_bytes(self, plan: RunPlan) -> int | None:
-        """What the process may have after a step before gaps are given back; None where no step is planned."""
+        """What is planned for the process; None where no step is."""
         if plan.work.shape is None or not plan.machine.shares_ram:
             return None
-        return int(_NEAR_ALL * tier_memory(plan)["ram"].total)
+        return tier_memory(plan)["ram"].total
 
     @cached_property
     def _kernels(self) -> Kernels:

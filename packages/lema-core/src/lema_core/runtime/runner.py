@@ -43,6 +43,9 @@ from lema_core.store.model import StreamedModel
 from lema_core.store.store import StoreStats, TensorStore
 from lema_core.store.trace import Trace
 
+#: of the memory that a process may have: beyond it, a step may not leave more gaps than those before it
+_NEAR_ALL = 0.97
+
 
 @dataclass(frozen=True)
 class TrainPass:
@@ -84,9 +87,9 @@ class ModelRunner:
     ``.grad``. ``gradients``: where those of trained weights are added up; None: all weights are frozen.
 
     ``scheduler`` decides what a training step keeps and what passes a layer together; by default a step keeps all.
-    ``activations`` holds what blocks are given until their gradient comes; by default without a limit. After a step
-    that leaves the process with more than ``most_bytes``, gaps between what the allocator keeps included, those are
-    given back; None: after every step. The next step has to ask for them again, a tenth of a small model's step.
+    ``activations`` holds what blocks are given until their gradient comes; by default without a limit. Where the
+    process would have more than ``most_bytes``, gaps between what the allocator keeps included, those are given back;
+    None: wherever a step needs memory of other sizes. They have to be asked for again, a tenth of a small model's step.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class ModelRunner:
         experts = {spec.module for spec in adapter.linear_modules() if spec.expert is not None}
         self._of_experts = [update for module, update in updates.items() if module in experts]
         self._most_bytes = most_bytes
+        self._highest_bytes = 0
         self.dtype = self._device.compute_dtype(model.matrix_dtype)
         self._gradients = gradients
         if scheduler is None:
@@ -143,18 +147,31 @@ class ModelRunner:
         with self._step(self.scheduler.trace(shape, schedule)):
             sizes = self.scheduler.costs.boundaries(shape, schedule)
             with self.activations.step(sizes, schedule.boundary_bytes):
-                loss = self._train(learning, schedule, how, step, how.loss_scale / n_targets, logits)
+                loss = self._train(learning, shape, schedule, how, step, how.loss_scale / n_targets, logits)
         # An expert that no token came to has a gradient all the same, of zeros: it is a slice of one for all.
         for update in self._of_experts:
             for parameter in update.parameters():
                 update.gradient(parameter)
-        if self._most_bytes is None or rss_bytes() > self._most_bytes:
-            self._device.trim()
+        self._stop_growing()
         return loss.item() / n_targets
+
+    def _make_room(self, coming_bytes: int) -> None:
+        """What is computed next holds so many bytes beside what is held now."""
+        if self._most_bytes is None or rss_bytes() + coming_bytes > self._most_bytes:
+            self._device.trim()
+
+    def _stop_growing(self) -> None:
+        """Between steps: gaps may grow from step to step, until memory of all sizes is there."""
+        held = rss_bytes()
+        most = self._most_bytes
+        if most is None or held > most or held > max(_NEAR_ALL * most, self._highest_bytes):
+            self._device.trim()
+        self._highest_bytes = max(self._highest_bytes, held)
 
     def _train(
         self,
         batches: Mapping[int, TokenBatch],
+        shape: StepShape,
         schedule: StepSchedule,
         how: TrainPass,
         step: int,
@@ -182,13 +199,14 @@ class ModelRunner:
                         left[layer, group.number] = self._forward(group, layer, level, layer > lowest)
             if logits is not None:
                 logits.update(self._logits(batches, groups))
-        # Blocks' temporaries are gone: what they lay in would stay resident beside the logits, and these beside the
+        # Blocks' temporaries are gone: what they lay in may stay resident beside the logits, and these beside the
         # gradients' temporaries.
-        self._device.trim()
+        in_head, in_backward = self.scheduler.costs.coming_bytes(shape, schedule)
+        self._make_room(in_head)
         extra = sum(self.adapter.extra_loss(group.ctx) for group in groups) / scale
         wants_dx = how.first_layer < self.adapter.n_layers
         loss = extra + self._head(batches, groups, scale, wants_dx)
-        self._device.trim()
+        self._make_room(in_backward)
         for layer in range(self.adapter.n_layers - 1, how.first_layer - 1, -1):
             for group in groups:
                 self._backward(group, layer, left.pop((layer, group.number)), layer > lowest)

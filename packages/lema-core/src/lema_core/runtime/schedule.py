@@ -263,6 +263,24 @@ class StepCosts:
             peak = max([peak, *(fixed + dry.embed_gradient(packing).cost.peak.at(n) for _, n, packing in groups)])
         return math.ceil(peak)
 
+    def coming_bytes(self, shape: StepShape, schedule: StepSchedule) -> tuple[int, int]:
+        """The most bytes that the head holds beside what the forward pass left, and that blocks' gradients hold beside
+        what the head left."""
+        dry, wants_dx = self._dry, shape.first_layer < self.n_layers
+        in_head = in_backward = 0.0
+        for tokens, packing in head_chunks(shape, dry.adapter.vocab_size):
+            head = dry.head(True, wants_dx, packing).cost.peak.at(tokens) + dry.boundary.at(tokens)
+            in_head = max(in_head, head)
+        for group in schedule.groups:
+            n, packing = _group_size(shape, group)[0], _packing(shape, group)
+            in_head += dry.boundary.at(n) if wants_dx else 0.0
+            added, _, working = self._pair_bytes(shape, group)
+            for layer in range(shape.first_layer, self.n_layers):
+                level = schedule.levels[layer]
+                peak = dry.backward(layer, level, layer > shape.lowest, packing).cost.peak.at(n)
+                in_backward = max(in_backward, peak + working + (0 if level is Level.GRAPH else added))
+        return math.ceil(in_head), math.ceil(in_backward)
+
     def _pair_bytes(self, shape: StepShape, group: Sequence[int]) -> tuple[int, int, int]:
         """Bytes by pairs of tokens that attention makes: those that a graph keeps of a group, and of its largest
         micro-batch those without a graph and those beside one.
