@@ -37,7 +37,7 @@ class DiskReader:
     def read_granule(self, granule: Granule, slot: memoryview) -> None:
         """Fill ``slot`` (at least granule.nbytes, aligned to SECTOR_BYTES). Raises CheckpointError naming tensors and
         file; the first time for scales that are none, too."""
-        self._fill(granule.reads, slot, granule.names)
+        self.read_all(granule.reads, slot, granule.names)
         if granule.quantized and granule.reads[0] not in self._sound:
             for part in granule.quantized:
                 _check_scales(part, granule, slot)
@@ -46,9 +46,11 @@ class DiskReader:
     def read(self, path: Path, offset: int, target: memoryview, needed_bytes: int, names: tuple[str, ...]) -> int:
         """Fill ``target`` from ``offset`` on; at least ``needed_bytes`` must be there, the rest may lie past the file's
         end. Returns the bytes that were read."""
-        return self._fill([Read(path, offset, len(target), needed_bytes, 0)], target, names)
+        return self.read_all([Read(path, offset, len(target), needed_bytes, 0)], target, names)
 
-    def _fill(self, wanted: Sequence[Read], slot: memoryview, names: tuple[str, ...]) -> int:
+    def read_all(self, wanted: Sequence[Read], slot: memoryview, names: tuple[str, ...]) -> int:
+        """Fill ``slot`` at the places that the reads say, several at a time where the kernel does so. Returns the bytes
+        that were read. Raises CheckpointError as :meth:`read_granule` does."""
         total = 0
         while wanted:
             ranges = [self._range(read, slot) for read in wanted]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from lema_core.device import map_ram
 from lema_core.errors import DataError
 from lema_core.ops.widen import TorchWiden, Widen
 from lema_core.store.disk import DiskReader
-from lema_core.store.granules import SECTOR_BYTES, whole_sectors
+from lema_core.store.granules import SECTOR_BYTES, Read, whole_sectors
 
 if TYPE_CHECKING:
     from lema_core.checkpoint.segments import TensorInfo
@@ -23,9 +24,8 @@ _BOUNCE_BYTES = 1 << 20
 
 def bounce_bytes(info: TensorInfo) -> int:
     """Sector-aligned bytes that rows of [V, C] ``info`` are read into: one row at least, the whole tensor at most."""
-    row_bytes = info.nbytes // info.shape[0]
-    wanted = max(row_bytes, min(_BOUNCE_BYTES, info.shape[0] * row_bytes))
-    return whole_sectors(wanted) + 2 * SECTOR_BYTES
+    wanted = max(_row_bytes(info), min(_BOUNCE_BYTES, info.nbytes))
+    return whole_sectors(wanted) + 2 * SECTOR_BYTES * len(info.stored)
 
 
 class RowCache:
@@ -41,7 +41,7 @@ class RowCache:
         self._info = info
         self._reader = reader
         self._widen = widen or TorchWiden()
-        self._row_bytes = info.nbytes // info.shape[0]
+        self._row_bytes = _row_bytes(info)
         self.n_rows = min(n_rows, info.shape[0])
         #: of each tensor that the files have of it
         self._rows = [self._region(part) for part in info.stored]
@@ -53,7 +53,7 @@ class RowCache:
         self.bytes_read = 0
 
     def _region(self, part: TensorInfo) -> Tensor:
-        nbytes = self.n_rows * (part.nbytes // part.shape[0])
+        nbytes = self.n_rows * _row_bytes(part)
         return map_ram(nbytes)[:nbytes].view(part.dtype).view(self.n_rows, *part.shape[1:])
 
     @property
@@ -107,24 +107,43 @@ class RowCache:
                 self._slots.move_to_end(row)
             else:
                 missing.append(row)
+        batch: list[range] = []
+        room = len(self._bounce)
+        for span in self._spans(missing):
+            nbytes = self._span_bytes(len(span))
+            if batch and nbytes > room:
+                self._read(batch)
+                batch, room = [], len(self._bounce)
+            batch.append(span)
+            room -= nbytes
+        if batch:
+            self._read(batch)
+
+    def _spans(self, rows: list[int]) -> Iterator[range]:
+        """Neighbours among rows in rising order, as many as the bounce area holds."""
         start = 0
-        while start < len(missing):
-            stop = start + 1
-            while stop < len(missing) and missing[stop] == missing[stop - 1] + 1 and self._span_fits(stop + 1 - start):
-                stop += 1
-            self._read(missing[start:stop])
-            start = stop
+        for stop in range(1, len(rows) + 1):
+            count = stop - start
+            ends = stop == len(rows) or rows[stop] != rows[stop - 1] + 1
+            if ends or self._span_bytes(count + 1) > len(self._bounce):
+                yield range(rows[start], rows[start] + count)
+                start = stop
 
-    def _span_fits(self, count: int) -> bool:
-        return count * self._row_bytes + 2 * SECTOR_BYTES <= len(self._bounce)
+    def _span_bytes(self, count: int) -> int:
+        """At most, of the sectors that so many neighbours lie in."""
+        return sum(whole_sectors(count * _row_bytes(part)) + SECTOR_BYTES for part in self._info.stored)
 
-    def _read(self, rows: list[int]) -> None:
-        """Read neighbouring rows. Raises CheckpointError for scales that are none."""
+    def _read(self, spans: Sequence[range]) -> None:
+        """Read rows through the aligned bounce area, all at once. Raises CheckpointError, for scales that are none
+        too."""
+        rows = [row for span in spans for row in span]
         slots = [self._free.pop() if self._free else self._slots.popitem(last=False)[1] for _ in rows]
         at = torch.tensor(slots)
         try:
+            reads = self._reads(spans)
+            self.bytes_read += self._reader.read_all(reads, self._bounce_memory, (self._info.name,))
             for part, region in zip(self._info.stored, self._rows, strict=True):
-                region[at] = self._read_part(part, rows[0], len(rows))
+                region[at] = torch.cat([self._found(part, span, reads.pop(0)) for span in spans])
             if self._info.quantized is not None:
                 form = self._info.quantized.format
                 if (wrong := form.wrong_scales(region[at] for region in self._rows[1:])) is not None:
@@ -135,16 +154,25 @@ class RowCache:
         self._slots.update(zip(rows, slots, strict=True))
         self._ever_filled = max(self._ever_filled, len(self._slots))
 
-    def _read_part(self, part: TensorInfo, first_row: int, count: int) -> Tensor:
-        """Through the aligned bounce area; a row starts anywhere in the file."""
-        row_bytes = part.nbytes // part.shape[0]
-        first = part.segment.offset + first_row * row_bytes
-        last = first + count * row_bytes
-        low = first - first % SECTOR_BYTES
-        span = whole_sectors(last - low)
-        target, names = self._bounce_memory[:span], (part.name,)
-        self.bytes_read += self._reader.read(part.segment.path, low, target, last - low, names)
-        found = self._bounce[first - low : last - low]
+    def _reads(self, spans: Sequence[range]) -> list[Read]:
+        """Of each part, where each span lies; a row starts anywhere in the file."""
+        reads, end = [], 0
+        for part in self._info.stored:
+            for span in spans:
+                first = part.segment.offset + span.start * _row_bytes(part)
+                low = first - first % SECTOR_BYTES
+                needed = first + len(span) * _row_bytes(part) - low
+                reads.append(Read(part.segment.path, low, whole_sectors(needed), needed, end))
+                end += whole_sectors(needed)
+        return reads
+
+    def _found(self, part: TensorInfo, span: range, read: Read) -> Tensor:
+        stop = read.slot_offset + read.needed_bytes
+        found = self._bounce[stop - len(span) * _row_bytes(part) : stop]
         if found.storage_offset() % part.dtype.itemsize:
             found = found.clone()
-        return found.view(part.dtype).view(count, *part.shape[1:])
+        return found.view(part.dtype).view(len(span), *part.shape[1:])
+
+
+def _row_bytes(part: TensorInfo) -> int:
+    return part.nbytes // part.shape[0]
