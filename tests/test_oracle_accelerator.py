@@ -12,11 +12,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
+from lema.prediction import predicted
 from lema_core.device import Device
+from lema_core.runtime import schedule
 from lema_core.testing.simulated import SimulatedAccelerator
 
 SIZES = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
@@ -26,6 +28,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 #: nothing has a place in RAM or on the device that can pass through them
 ON_DISK = {"opt_state_ram": "1B", "grad_acc_ram": "1B", "opt_state_vram": "1B", "grad_acc_vram": "1B"}
+#: all of what trains beside weights has its place on the device
+ON_DEVICE = {"opt_state_ram": "1B", "grad_acc_ram": "1B", "opt_state_vram": "1GB", "grad_acc_vram": "1GB"}
+EIGHT_BITS = {"opt_state_bits": 8, "grad_acc_bits": 8}
 #: each weight changes as soon as its gradient is complete
 AT_ONCE: dict[str, Any] = {"max_grad_norm": None, "skip_nonfinite": False}
 STEPS = 4
@@ -108,23 +113,52 @@ def windows(folder: Path, output: Path, granules: int, **options: Any) -> dict[s
     }
 
 
-CASES: dict[str, tuple[str, int | None, dict[str, Any]]] = {
-    "all fits": ("llama_tied", None, {}),
-    "two granules": ("llama_tied", 2, {}),
-    "two granules, states on disk": ("llama_tied", 2, ON_DISK),
-    "at once": ("llama_tied", 2, AT_ONCE),
-    "at once, all fits": ("llama", None, AT_ONCE),
-    "experts": ("mixtral", 2, ON_DISK),
+LAST = {"trainable_layers": ["last:1", "head"]}
+#: model, granules in each window (None: all), options of both runs, and those of where things lie
+CASES: dict[str, tuple[str, int | None, dict[str, Any], dict[str, str]]] = {
+    "all fits": ("llama_tied", None, {}, {}),
+    "two granules, on disk": ("llama_tied", 2, {}, ON_DISK),
+    "at once, two granules": ("llama_tied", 2, AT_ONCE, ON_DISK),
+    "experts, on disk": ("mixtral", 2, {}, ON_DISK),
+}
+SLOW_CASES: dict[str, tuple[str, int | None, dict[str, Any], dict[str, str]]] = {
+    "untied": ("llama", None, {}, {}),
+    "three granules": ("llama_tied", 3, {}, {}),
+    "four granules, selective": ("llama", 4, LAST, ON_DISK),
+    "selective": ("llama", None, LAST, {}),
+    "selective, a tied head": ("llama_tied", 2, LAST, ON_DISK),
+    "experts of one layer": ("mixtral", 2, {"trainable_modules": ["experts"], "trainable_layers": [1]}, {}),
+    "experts at once": ("mixtral", 2, AT_ONCE, {}),
+    "at once": ("llama", None, AT_ONCE, {}),
+    "at once, selective": ("llama", 2, AT_ONCE | LAST, {}),
+    "8 bits": ("llama_tied", None, EIGHT_BITS, {}),
+    "8 bits on disk": ("llama", 2, EIGHT_BITS, ON_DISK),
+    "8 bits on the device": ("llama", 2, EIGHT_BITS, ON_DEVICE),
+    "moments on the device": ("llama_tied", 2, {}, ON_DEVICE),
+    "moments on the device, at once": ("mixtral", None, AT_ONCE, ON_DEVICE),
+    "some gradients on the device": ("llama_tied", 2, {}, {"grad_acc_vram": "200KB", "opt_state_vram": "200KB"}),
+    "some of all in RAM": ("llama", 2, {}, ON_DISK | {"grad_acc_ram": "200KB", "opt_state_ram": "200KB"}),
+    "a backend": ("llama", 2, {"grad_accum_backend": "disk"}, {}),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_is_that_of_the_cpu(case: str, root: Path, tmp_path: Path) -> None:
-    name, granules, options = CASES[case]
+@pytest.mark.parametrize("grouped", [pytest.param(True, id="together"), pytest.param(False, id="apart")])
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)])
+def test_a_run_is_that_of_the_cpu(
+    case: str, grouped: bool, root: Path, tmp_path: Path, small_granules: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Micro-batches pass a layer together, or apart: then gradients leave the device and come again. Peaks are the
+    predicted ones."""
+    if not grouped:
+        monkeypatch.setattr(schedule, "_pack", lambda sizes, most: tuple((i,) for i in range(len(sizes))))
+    name, granules, options, places = (CASES | SLOW_CASES)[case]
     folder = folder_of(root, name)
-    cpu = Run(folder, tmp_path / "cpu", None, **{k: v for k, v in options.items() if k in AT_ONCE}).steps()
+    cpu = Run(folder, tmp_path / "cpu", None, **options).steps()
     budgets = {} if granules is None else windows(folder, tmp_path / "size", granules, **options)
     device = SimulatedAccelerator(latency_s=1e-4, compute_lag_s=1e-4)
-    found = Run(folder, tmp_path / "device", device, **budgets, **options).steps()
+    found = Run(folder, tmp_path / "device", device, **budgets, **places, **options).steps()
     found.assert_like(cpu)
     assert device.overwrites_while_read == 0
+    prediction, last = predicted(found.plan), found.stats[-1]
+    assert prediction["device_peak_bytes"] == sum(each.device_peak_bytes for each in last.values())
+    assert prediction["ram_peak_bytes"] == sum(each.ram_peak_bytes for each in last.values())

@@ -21,10 +21,10 @@ from lema_core.planning.states import StateTraffic, state_traffic
 from lema_core.plugins import get_plugin_manager
 from lema_core.runtime.schedule import Scheduler, StepCosts, StepSchedule, StepShape
 from lema_core.store.activations import ActivationStream
-from lema_core.store.budget import BudgetPlan, BudgetRequest, StepChoice
+from lema_core.store.budget import BudgetPlan, BudgetRequest, StepChoice, reserve
 from lema_core.store.model import StreamedModel, WindowSizes
 from lema_core.store.placement import Tier, place
-from lema_core.store.state_plan import StateCodecs, StatePlan, Turns
+from lema_core.store.state_plan import StateCodecs, StateMemory, StatePlan, Turns, state_memory
 from lema_core.store.store import DEFAULT_PREFETCH_DISTANCE
 from lema_core.store.trace import Trace
 
@@ -112,13 +112,12 @@ class RunPlan:
         #: of weights that train
         self._shares: StateShares | None = None
         if work.codecs is not None:
-            self._shares = StateShares(config, machine.ram_limit, work.model, work.codecs, work.turns)
+            memory = machine.ram_limit, machine.device_free
+            self._shares = StateShares(config, *memory, work.model, work.codecs, work.turns)
         self.budget = self._share()
-        if self._shares is not None:
-            spare = self.budget.activations - max(choice.activations for choice in self._choices)
-            taken = self._shares.take(max(0, spare))
-            self.budget = replace(self.budget, activations=self.budget.activations - taken)
         self.sizes: WindowSizes = work.model.sizes(self.budget.ram, self.budget.device, machine.shares_ram)
+        if self._shares is not None:
+            self._give_states(self._shares)
         self.scheduler = self._scheduler(self.budget.activations)
         self.prefetch_distance = config.prefetch_distance or self._proposed_distance()
 
@@ -132,21 +131,44 @@ class RunPlan:
         experts = self.work.model.experts
         return experts is None or slots >= len(experts.granules)
 
-    @property
-    def states_bytes(self) -> int:
-        """Gradients and moments of what is trained, and the numbers themselves where they are not there yet."""
+    def _give_states(self, shares: StateShares) -> None:
+        """What weights and activations leave of memory."""
+        budget = self.budget
+        spare = max(0, budget.activations - max(choice.activations for choice in self._choices))
+        if self.machine.shares_ram:
+            taken, _ = shares.take(spare, 0)
+        else:
+            scheduler = self._scheduler(budget.activations - spare)
+            below = sum(self._boundaries(self.work.shape, scheduler)[Tier.RAM])
+            _, taken = shares.take(max(0, budget.ram_left - below), spare)
+        self.budget = replace(budget, activations=budget.activations - taken)
+
+    def _states_at_most(self) -> tuple[int, int]:
+        """Bytes in RAM and in a device's own memory, of gradients and moments of what is trained, that are certain
+        before the rest is shared out; and of the numbers themselves where they are not there yet."""
         if self._shares is not None:
-            return self._shares.nbytes
+            return self._shares.ram_bytes, self._shares.device_bytes
         numbers = _NUMBER_BYTES if self.machine.flight is None else 0
-        return (numbers + _GRADIENT_BYTES + _MOMENT_BYTES) * self.work.trained_numbers
+        nbytes = (numbers + _GRADIENT_BYTES + _MOMENT_BYTES) * self.work.trained_numbers
+        return (nbytes, 0) if self.machine.shares_ram else (0, nbytes)
+
+    @cached_property
+    def state_memory(self) -> StateMemory | None:
+        """Of gradients and moments of weights that train, as it will be allocated; None where none do."""
+        states = self.states()
+        return None if states is None else state_memory(self.work.model, states, self.machine.shares_ram)
+
+    @property
+    def states_bytes(self) -> tuple[int, int]:
+        """Bytes in RAM and in a device's own memory of gradients and moments of what is trained."""
+        memory = self.state_memory
+        return self._states_at_most() if memory is None else (memory.ram, memory.device)
 
     def states(self) -> StatePlan | None:
         """How moments and gradients of weights are kept, None where none train."""
         if self._shares is None:
             return None
-        shares, work = self._shares, self.work
-        folder = Path(self._config.output_dir)
-        return StatePlan(folder, shares.optim, shares.grads, codecs=work.codecs, turns=work.turns)
+        return self._shares.plan(Path(self._config.output_dir), self.work.codecs, self.work.turns)
 
     def _scheduler(self, activation_bytes: int) -> Scheduler:
         # One slot more, for what comes next. Experts are read again for every group that passes a layer.
@@ -173,6 +195,7 @@ class RunPlan:
         c, m, model = self._config, self.machine, self.work.model
         device_total = m.ram_limit if m.shares_ram else m.device_free
         self._check_caps(device_total)
+        ram_step, device_step = self._states_at_most()
         activations = [
             parse_amount(c.activations_vram, device_total, "activations_vram"),
             parse_amount(c.activations_ram, m.ram_limit, "activations_ram") if m.shares_ram else None,
@@ -183,12 +206,15 @@ class RunPlan:
             ram_limit=m.ram_limit,
             ram_source=m.ram_source,
             ram_held=m.ram_held,
-            ram_step=self.states_bytes if m.shares_ram else 0,
+            ram_step=ram_step,
             device_free=m.device_free,
-            device_step=0 if m.shares_ram else self.states_bytes,
+            device_step=device_step,
+            device_total=model.total_device_bytes,
+            device_smallest=model.smallest_device_bytes,
             weights_ram=parse_amount(c.weights_ram, m.ram_limit, "weights_ram"),
             weights_vram=parse_amount(c.weights_vram, device_total, "weights_vram"),
             resident=c.strategy is MemoryStrategy.RESIDENT,
+            returning=0 if self._shares is None else model.trained_slots_bytes,
             choices=self._choices,
             activations=min((a for a in activations if a is not None), default=None),
             comfortable=model.smallest_bytes + (_AHEAD - 1) * model.layout.slot_bytes,
@@ -202,13 +228,19 @@ class RunPlan:
         m, ram = self.machine, None
         if not m.shares_ram:
             # What the window and the process leave, if nothing else is said.
-            left = max(0, m.ram_limit - m.ram_held - self.budget.ram) // 2
-            ram = parse_amount(self._config.activations_ram, m.ram_limit, "activations_ram") or left
+            left = max(0, m.ram_limit - m.ram_held - self.budget.ram - self.states_bytes[0])
+            below = 0 if self._shares is None else sum(self.boundaries[Tier.RAM])
+            given = max(left // 2, min(left, below))
+            ram = parse_amount(self._config.activations_ram, m.ram_limit, "activations_ram") or given
         return ActivationStream(device, None, ram, Path(self._config.output_dir))
 
     def _check_caps(self, device_total: int) -> None:
-        """Gradients and moments of LoRA weights stay where they are computed with: a cap below them cannot be kept."""
-        if self.work.codecs is not None:
+        """Gradients and moments of LoRA weights stay where they are computed with: a cap below them cannot be kept. Of
+        weights that train, what options put into a device's own memory has to fit there."""
+        if self._shares is not None:
+            if not self.machine.shares_ram:
+                room = device_total - reserve(device_total) - self.work.model.smallest_device_bytes
+                self._shares.check_device(room, "free device memory")
             return
         where = ("vram", "ram") if self.machine.shares_ram else ("vram",)
         for stream, nbytes in (("opt_state", _MOMENT_BYTES), ("grad_acc", _GRADIENT_BYTES)):
@@ -239,7 +271,8 @@ class RunPlan:
     def steady(self) -> SteadyStep:
         """The plan of a typical step, once steps like it went before."""
         far_slots = None if self.machine.shares_ram else self.sizes.ram_slots
-        return steady_step(self.trace, self.near_slots, far_slots, self.prefetch_distance)
+        changing = self.work.model.changing if self._shares is not None else frozenset()
+        return steady_step(self.trace, self.near_slots, far_slots, self.prefetch_distance, changing)
 
     @cached_property
     def prediction(self) -> StepPrediction:
@@ -248,32 +281,36 @@ class RunPlan:
         step = predict_step(self.trace, self.steady.plan, granules, rates)
         if self.state_traffic is None:
             return step
-        moved = self.state_traffic.read_bytes + self.state_traffic.written_bytes
-        disk_s = step.disk_s + moved / rates.disk_bytes_per_s
-        step_s = max(step.step_s, disk_s)
-        return replace(step, step_s=step_s, wait_s=step.wait_s + step_s - step.step_s, disk_s=disk_s)
+        states = self.state_traffic
+        disk_s = step.disk_s + (states.read_bytes + states.written_bytes) / rates.disk_bytes_per_s
+        link_s = step.link_s
+        if states.copied_bytes:
+            link_s += states.copied_bytes / rates.link_bytes_per_s
+        step_s = max(step.step_s, disk_s, link_s)
+        wait_s = step.wait_s + step_s - step.step_s
+        return replace(step, step_s=step_s, wait_s=wait_s, disk_s=disk_s, link_s=link_s)
 
     @cached_property
     def state_traffic(self) -> StateTraffic | None:
         """What a step moves for weights that train beside reading them, None where none do."""
-        states, c = self.states(), self._config
+        states, c, plan = self.states(), self._config, self.steady.plan
         if states is None:
             return None
         stores_gradients = c.skip_nonfinite or c.max_grad_norm is not None
-        return state_traffic(self.work.model, states, self.steady.plan.near, stores_gradients)
+        return state_traffic(self.work.model, states, plan, stores_gradients)
 
     @cached_property
     def boundaries(self) -> dict[Tier, list[int]]:
         """Bytes of the blocks' inputs that the largest step keeps for their gradient, by where they lie."""
-        return self._boundaries(self.work.shape)
+        return self._boundaries(self.work.shape, self.scheduler)
 
     @cached_property
     def typical_boundaries(self) -> dict[Tier, list[int]]:
         """The same of a typical step."""
-        return self._boundaries(self.work.typical)
+        return self._boundaries(self.work.typical, self.scheduler)
 
-    def _boundaries(self, shape: StepShape) -> dict[Tier, list[int]]:
-        schedule = self.scheduler.choose(shape)
+    def _boundaries(self, shape: StepShape, scheduler: Scheduler) -> dict[Tier, list[int]]:
+        schedule = scheduler.choose(shape)
         sizes = self.work.costs.boundaries(shape, schedule)
         tiers = place(sizes, schedule.boundary_bytes, 0 if self.machine.shares_ram else None)
         return {tier: [n for n, at in zip(sizes, tiers, strict=True) if at is tier] for tier in Tier}

@@ -33,31 +33,35 @@ def tier_memory(run: RunPlan) -> dict[str, TierMemory]:
     """By tier: ``ram``, and ``device`` where that is another memory."""
     machine, sizes, model = run.machine, run.sizes, run.work.model
     in_ram = model.ram_bytes(sizes)
-    beside = run.activation_bytes, run.states_bytes, run.slack_bytes
+    ram_states, device_states = run.states_bytes
+    ram = machine.ram_limit, machine.ram_held, in_ram
     if machine.shares_ram:
-        return {"ram": TierMemory(machine.ram_limit, machine.ram_held, in_ram, *beside)}
+        return {"ram": TierMemory(*ram, run.activation_bytes, ram_states, run.slack_bytes)}
+    device = machine.device_free, 0, model.device_bytes(sizes)
     return {
-        "device": TierMemory(machine.device_free, 0, model.device_bytes(sizes), *beside),
-        "ram": TierMemory(machine.ram_limit, machine.ram_held, in_ram, 0, 0, 0),
+        "device": TierMemory(*device, run.activation_bytes, device_states, run.slack_bytes),
+        "ram": TierMemory(*ram, 0, ram_states, 0),
     }
 
 
 def predicted(run: RunPlan) -> dict[str, Any]:
     """For summary.json, under the names that :func:`measured` has. ``ram_peak_bytes`` and ``device_peak_bytes`` are of
-    the weights and of blocks' inputs, ``process_peak_bytes`` of all that is in RAM."""
+    the weights, of their gradients and moments where they train, and of blocks' inputs; ``process_peak_bytes`` of all
+    that is in RAM."""
     step, tiers = run.prediction, tier_memory(run)
     spilled = sum(map(whole_sectors, run.typical_boundaries[Tier.DISK]))
     inputs = {tier: sum(sizes) for tier, sizes in run.boundaries.items()}
     states = run.state_traffic
+    in_ram, on_device = (0, 0) if run.state_memory is None else run.states_bytes
     return {
         "step_s": step.step_s,
         "wait_s": step.wait_s,
         "bound_by": step.bound_by,
         "read_bytes": step.read_bytes + spilled + (0 if states is None else states.read_bytes),
         "written_bytes": spilled + (0 if states is None else states.written_bytes),
-        "copied_bytes": step.copied_bytes,
-        "device_peak_bytes": tiers["device"].weights + inputs[Tier.DEVICE] if "device" in tiers else 0,
-        "ram_peak_bytes": tiers["ram"].weights + inputs[Tier.RAM if "device" in tiers else Tier.DEVICE],
+        "copied_bytes": step.copied_bytes + (0 if states is None else states.copied_bytes),
+        "device_peak_bytes": tiers["device"].weights + inputs[Tier.DEVICE] + on_device if "device" in tiers else 0,
+        "ram_peak_bytes": tiers["ram"].weights + inputs[Tier.RAM if "device" in tiers else Tier.DEVICE] + in_ram,
         "process_peak_bytes": tiers["ram"].total,
     }
 

@@ -9,7 +9,7 @@ they do. Nothing here reads a weight: a plan and a few rates are all that it tak
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -74,14 +74,22 @@ class SteadyStep:
     far_before: Mapping[int, int]
 
 
-def steady_step(trace: Trace, near_slots: int, far_slots: int | None, prefetch_distance: int) -> SteadyStep:
-    """The step that follows steps like it, the first of which began with empty windows."""
+def steady_step(
+    trace: Trace,
+    near_slots: int,
+    far_slots: int | None,
+    prefetch_distance: int,
+    changing: Collection[int] = (),
+) -> SteadyStep:
+    """The step that follows steps like it, the first of which began with empty windows. ``changing``: granules that
+    change between steps, in the window in RAM: a device's own has to load them anew."""
     near: dict[int, int] = {}
     far: dict[int, int] = {}
     for _ in range(_MOST_STEPS):
         before = near, far
         plan = plan_step(trace, near_slots, near, far_slots, far, prefetch_distance)
-        near, far = numbered(plan.near.resident), numbered(plan.far.resident) if plan.far else {}
+        kept = plan.near.resident if far_slots is None else set(plan.near.resident) - set(changing)
+        near, far = numbered(kept), numbered(plan.far.resident) if plan.far else {}
         if (near, far) == before:
             break
     return SteadyStep(plan, *before)

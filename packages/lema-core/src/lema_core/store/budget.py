@@ -23,10 +23,12 @@ class BudgetRequest:
     """What is known when memory is shared out; all in bytes.
 
     ``total``: slots for every granule, with the embedding's rows. ``smallest``: one granule and a few rows.
+    ``device_total`` and ``device_smallest``: of a device's own memory, which has no rows; None: the same.
     ``ram_limit``: what this process may use, ``ram_source`` who says so; ``ram_held``: what it holds already;
     ``ram_step``: what it will hold beside weights and activations (gradients, optimizer states). ``device_free`` and
     ``device_step`` likewise; None where the device shares RAM. ``weights_ram`` and ``weights_vram`` are what the user
-    fixed, None for auto. ``resident``: everything must stay where it is computed from.
+    fixed, None for auto. ``returning``: slots of weights that change in RAM, which a device's own window is given anew
+    in each step. ``resident``: everything must stay where it is computed from.
 
     ``choices``: ways to run a step, from the one that holds least on; ``activations``: the most they may hold, None for
     auto. A step reads ``passes`` times what the window does not hold, at ``read_bytes_per_s``, and computes
@@ -41,9 +43,12 @@ class BudgetRequest:
     ram_step: int
     device_free: int | None = None
     device_step: int = 0
+    device_total: int | None = None
+    device_smallest: int | None = None
     weights_ram: int | None = None
     weights_vram: int | None = None
     resident: bool = False
+    returning: int = 0
     choices: tuple[StepChoice, ...] = (StepChoice(0, 0, 0.0),)
     activations: int | None = None
     comfortable: int = 0
@@ -59,12 +64,14 @@ class BudgetRequest:
 @dataclass(frozen=True)
 class BudgetPlan:
     """Bytes of the weights' windows; ``device`` is None where the device shares RAM. ``activations``: what a step may
-    hold of them. ``because``: a sentence per figure."""
+    hold of them. ``because``: a sentence per figure. ``ram_left``: RAM that the step has no use for, where the device
+    has memory of its own."""
 
     ram: int
     device: int | None
     activations: int
     because: list[str] = field(default_factory=list)
+    ram_left: int = 0
 
 
 def plan_budget(request: BudgetRequest) -> BudgetPlan:
@@ -74,24 +81,28 @@ def plan_budget(request: BudgetRequest) -> BudgetPlan:
     if request.device_shares_ram and request.weights_vram is not None:
         # One window serves both names; of two limits the smaller holds.
         fixed = request.weights_vram if fixed is None else min(fixed, request.weights_vram)
-    left = request.ram_limit - _margin(request.ram_limit) - request.ram_held - request.ram_step
+    left = request.ram_limit - reserve(request.ram_limit) - request.ram_held - request.ram_step
     because: list[str] = []
     if request.device_shares_ram:
         name = "weights_ram" if fixed == request.weights_ram else "weights_vram"
         ram, activations = _share(request, name, fixed, left, request.ram_source, because)
         return BudgetPlan(ram, None, activations, because)
-    device_left = request.device_free - _margin(request.device_free) - request.device_step
-    device, activations = _share(
-        request, "weights_vram", request.weights_vram, device_left, "free device memory", because
+    device_left = request.device_free - reserve(request.device_free) - request.device_step
+    there = replace(
+        request,
+        total=request.total if request.device_total is None else request.device_total,
+        smallest=request.smallest if request.device_smallest is None else request.device_smallest,
     )
-    # Behind a device that holds everything, RAM only has to pass the weights on once.
-    if device >= request.total and fixed is None:
-        fixed = min(max(request.smallest, left), max(request.smallest, request.total // 4))
+    device, activations = _share(there, "weights_vram", there.weights_vram, device_left, "free device memory", because)
+    # Behind a device that holds everything, RAM only has to pass on once what does not change.
+    if device >= there.total and fixed is None:
+        changing = min(request.total, request.smallest + request.returning if request.returning else 0)
+        fixed = min(max(request.smallest, left), max(request.smallest, request.total // 4, changing))
     ram = _window(replace(request, resident=False), "weights_ram", fixed, left, 0, request.ram_source, because)
-    return BudgetPlan(ram, device, activations, because)
+    return BudgetPlan(ram, device, activations, because, left - ram)
 
 
-def _margin(limit: int) -> int:
+def reserve(limit: int) -> int:
     """Kept free: what the interpreter, the C library and page tables take beside what can be counted."""
     return max(64_000_000, limit // 20)
 

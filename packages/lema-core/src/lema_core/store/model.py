@@ -121,6 +121,16 @@ class StreamedModel:
                 found.append(TrainedGranule(len(found), region, layout.granules[index], ordered))
         return tuple(found)
 
+    @property
+    def changing(self) -> frozenset[int]:
+        """The announced granules that train."""
+        return frozenset(each.granule.index for each in self.trained if each.region is Region.STREAM)
+
+    @property
+    def trained_slots_bytes(self) -> int:
+        """Slots for them."""
+        return len(self.changing) * self.layout.slot_bytes
+
     @cached_property
     def _by_head(self) -> Mapping[str, str]:
         return {head: name for name, head in self.shared.items()}
@@ -193,9 +203,19 @@ class StreamedModel:
         return self._slots_bytes(1, 1) + beside
 
     @property
+    def smallest_device_bytes(self) -> int:
+        """The least of a device's own memory: one granule, and one of an expert."""
+        return self._slots_bytes(1, 1)
+
+    @property
     def total_bytes(self) -> int:
         """A window that holds everything."""
         return self._slots_bytes(*self._slots(None)) + self.default_rows() * self.row_bytes + self.bounce_bytes
+
+    @property
+    def total_device_bytes(self) -> int:
+        """The same of a device's own memory, which has no rows."""
+        return self._slots_bytes(*self._slots(None))
 
     def ram_bytes(self, sizes: WindowSizes) -> int:
         """What the windows, the rows and their bounce memory take of RAM."""

@@ -65,8 +65,10 @@ class StateStream:
         in_ram = device.allocate_ram if kind == "grads" else map_ram
         self._fixed = self._laid_out(resident, in_ram)
         self._places = self._laid_out(on_device, device.allocate)
-        #: what computes with a place has to be over before it is read
-        self._ready: dict[int, Event] = {}
+        for place in self._places.values():
+            place.zero_()
+        #: what computes with a place has to be over before it is read or written
+        self._ready: dict[int, Event] = dict.fromkeys(self._places, device.record() if self._places else None)
         self._offsets: dict[int, int] = {}
         end = 0
         for i, size in enumerate(self._sizes):
