@@ -19,10 +19,12 @@ from lema_core.quantization.formats import WireFormat
 MOST_ERROR = 0.2
 #: above it a warning: a column that others of its groups push out has 0.4 and more, up to 1
 MOST_COLUMN_ERROR = 0.4
+#: sums of squares that fp32 gives well, columns that are a billion times smaller than the largest one among them
+_SMALLEST, _LARGEST = 1e-15, 1e30
 
 
 class ErrorMeter:
-    """Adds up, block by block, how far a weight's numbers are from what its codes stand for, in fp64."""
+    """Adds up, block by block, how far a weight's numbers are from what its codes stand for, to some six digits."""
 
     def __init__(self, columns: int) -> None:
         self._squares_K = torch.zeros(columns, dtype=torch.float64)
@@ -33,9 +35,14 @@ class ErrorMeter:
         for rows_rK, parts_of_rows, _ in row_chunks(weight_rK, parts):
             decoded_rK = torch.empty(rows_rK.shape)
             format.decode(parts_of_rows, decoded_rK)
-            exact_rK = rows_rK.double()
-            self._squares_K += exact_rK.square().sum(0)
-            self._errors_K += exact_rK.sub_(decoded_rK).square_().sum(0)
+            exact_rK = rows_rK.float()
+            self._squares_K += _column_squares(exact_rK)
+            self._errors_K += _column_squares(decoded_rK.sub_(exact_rK))
+
+    def include(self, other: ErrorMeter) -> None:
+        """What another meter saw of the same weight's other rows."""
+        self._squares_K += other._squares_K
+        self._errors_K += other._errors_K
 
     @property
     def error(self) -> float:
@@ -140,6 +147,13 @@ class QuantizationReport:
             "warnings": self.warnings,
             "tensors": [{**asdict(each), "bits": each.bits} for each in self.tensors],
         }
+
+
+def _column_squares(numbers_rK: Tensor) -> Tensor:
+    """The sum of the squares of each column of some rows, in fp64."""
+    sums_K = torch.linalg.vecdot(numbers_rK, numbers_rK, dim=0)
+    # squares of tiny and of huge numbers need fp64 themselves
+    return sums_K.double() if _SMALLEST < sums_K.max().item() < _LARGEST else numbers_rK.double().square_().sum(0)
 
 
 def _root_of_ratio(above: float, below: float) -> float:

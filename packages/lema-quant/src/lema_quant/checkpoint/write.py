@@ -12,13 +12,14 @@ import hashlib
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,9 +40,12 @@ from lema_quant.checkpoint.result import (
 )
 
 _PROGRESS_FILE, _LOCK_FILE = "progress.json", ".lock"
-#: numbers of a block: with its fp32 copies, its codes and the next one on its way, about half a granule of memory
+#: numbers of a block: the few that are on their way at once take about a granule's memory
 _BLOCK = 1 << 20
+_MOST_THREADS = 8
 _PIECE_BYTES = 1 << 20
+
+_Done = TypeVar("_Done")
 
 #: is told the bytes of the base that are done, and how many there are
 Progress = Callable[[int, int], None]
@@ -176,55 +180,78 @@ def _write_files(plan: QuantizationPlan, working: Path, done: _Finished, progres
 
 def _write_file(path: Path, file: PlannedFile, advance: Callable[[int], None]) -> list[TensorReport]:
     reports: list[TensorReport] = []
-    with ThreadPoolExecutor(1, "quantize-read") as reader:
-        entries: list[TensorToWrite] = []
-        for tensor in file.tensors:
-            if tensor.codec is None:
-                entries += _kept(tensor, reader, advance, reports.append)
-            else:
-                entries += _Encoding(tensor, reader, advance, reports.append).entries()
-        write_safetensors(path, entries, file.metadata)
+    # processors that compute, and one block more that is read or written meanwhile
+    threads = max(1, min(_MOST_THREADS, torch.get_num_threads())) + 1
+    with ThreadPoolExecutor(threads, "quantize") as pool:
+        run = _Run(pool, threads, advance, reports.append)
+        ways = [(_Kept if tensor.codec is None else _Encoded)(tensor, run) for tensor in file.tensors]
+        write_safetensors(path, [entry for way in ways for entry in way.entries()], file.metadata)
     return reports
 
 
-def _kept(
-    tensor: PlannedTensor,
-    reader: ThreadPoolExecutor,
-    advance: Callable[[int], None],
-    told: Callable[[TensorReport], None],
-) -> list[TensorToWrite]:
-    """What is written of a tensor that stays as it is."""
-    source = tensor.source
-    report = TensorReport(tensor.name, source.shape, source.nbytes, tensor.nbytes, reason=tensor.kept)
+@dataclass(frozen=True)
+class _Run:
+    """What tensors on their way share: threads, who is told the bytes that are done, and who the finished tensors."""
 
-    def blocks() -> Iterator[Tensor]:
-        for _, block in _blocks(source, reader):
-            if block.dtype.is_floating_point and block.dtype.itemsize > 1 and not bool(block.isfinite().all()):
-                raise CheckpointError(
-                    f"{source.segment.path}: tensor {source.name!r} holds values that are infinite or NaN: download "
-                    "the model again"
-                )
+    pool: ThreadPoolExecutor
+    ahead: int
+    advance: Callable[[int], None]
+    told: Callable[[TensorReport], None]
+
+    def in_order(self, work: Callable[[int, Tensor], _Done], source: TensorInfo) -> Iterator[_Done]:
+        """What ``work`` makes of each block of rows, [r, ...], and its first row's number; several at once, in the
+        order of the rows."""
+        row = prod(source.shape[1:])
+        rows = source.shape[0] if source.shape else 1
+        step = max(1, _BLOCK // max(1, row))
+
+        def done(start: int) -> _Done:
+            stop = min(start + step, rows)
+            block = read_elements(source, start * row, (stop - start) * row).view(stop - start, *source.shape[1:])
+            return work(start, block)
+
+        coming: deque[Future[_Done]] = deque()
+        for start in range(0, rows, step):
+            coming.append(self.pool.submit(done, start))
+            if len(coming) == self.ahead:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
+
+
+class _Kept:
+    """A tensor that stays as it is, on its way."""
+
+    def __init__(self, tensor: PlannedTensor, run: _Run) -> None:
+        self._tensor = tensor
+        self._run = run
+
+    def entries(self) -> list[TensorToWrite]:
+        return [(*stored, self._blocks) for stored in self._tensor.stored]
+
+    def _blocks(self) -> Iterator[Tensor]:
+        tensor, source = self._tensor, self._tensor.source
+        for block in self._run.in_order(self._checked, source):
             yield block
-            advance(block.nbytes)
-        told(report)
+            self._run.advance(block.nbytes)
+        self._run.told(TensorReport(tensor.name, source.shape, source.nbytes, tensor.nbytes, reason=tensor.kept))
 
-    return [(tensor.name, source.dtype, source.shape, blocks)]
+    def _checked(self, start: int, block: Tensor) -> Tensor:
+        source = self._tensor.source
+        if block.dtype.is_floating_point and block.dtype.itemsize > 1 and not bool(block.isfinite().all()):
+            raise CheckpointError(
+                f"{source.segment.path}: tensor {source.name!r} holds values that are infinite or NaN: download the "
+                "model again"
+            )
+        return block
 
 
-class _Encoding:
+class _Encoded:
     """One tensor on its way. The payload is written as it comes, and the scales, a small part of it, after it."""
 
-    def __init__(
-        self,
-        tensor: PlannedTensor,
-        reader: ThreadPoolExecutor,
-        advance: Callable[[int], None],
-        told: Callable[[TensorReport], None],
-    ) -> None:
+    def __init__(self, tensor: PlannedTensor, run: _Run) -> None:
         self._tensor = tensor
-        self._reader = reader
-        self._advance = advance
-        self._told = told
+        self._run = run
         self._parts = tensor.codec.format.parts(tensor.source.shape)
         self._beside: list[Tensor] = []
 
@@ -236,49 +263,36 @@ class _Encoding:
         return [(*stored, get) for stored, get in zip(self._tensor.stored, values, strict=True)]
 
     def _payload(self) -> Iterator[Tensor]:
-        source, codec, payload = self._tensor.source, self._tensor.codec, self._parts[0]
+        tensor, source, codec = self._tensor, self._tensor.source, self._tensor.codec
         self._beside = [torch.empty(part.shape, dtype=part.dtype) for part in self._parts[1:]]
         meter = ErrorMeter(source.shape[1])
-        for start, block_rK in _blocks(source, self._reader):
-            stop = start + len(block_rK)
-            codes = torch.empty((len(block_rK), *payload.shape[1:]), dtype=payload.dtype)
-            parts = (codes, *(part[start:stop] for part in self._beside))
-            try:
-                codec.encode(block_rK, parts)
-            except NotFiniteWeight as error:
-                raise CheckpointError(
-                    f"{source.segment.path}: tensor {source.name!r}: row {start + error.row}, column {error.column} is "
-                    f"{error.value}, which no code stands for: download the model again, or keep the tensor as it is "
-                    f"with quant_exclude=[{self._tensor.name}]"
-                ) from error
-            meter.add(codec.format, block_rK, parts)
+        for codes, meter_of_block, nbytes in self._run.in_order(self._encode, source):
+            meter.include(meter_of_block)
             yield codes
-            self._advance(block_rK.nbytes)
-        tensor = self._tensor
-        self._told(TensorReport.quantized(tensor.name, source.shape, source.nbytes, codec.format, codec.backend, meter))
+            self._run.advance(nbytes)
+        self._run.told(
+            TensorReport.quantized(tensor.name, source.shape, source.nbytes, codec.format, codec.backend, meter)
+        )
+
+    def _encode(self, start: int, block_rK: Tensor) -> tuple[Tensor, ErrorMeter, int]:
+        source, codec = self._tensor.source, self._tensor.codec
+        codes = torch.empty((len(block_rK), *self._parts[0].shape[1:]), dtype=self._parts[0].dtype)
+        parts = (codes, *(part[start : start + len(block_rK)] for part in self._beside))
+        try:
+            codec.encode(block_rK, parts)
+        except NotFiniteWeight as error:
+            raise CheckpointError(
+                f"{source.segment.path}: tensor {source.name!r}: row {start + error.row}, column {error.column} is "
+                f"{error.value}, which no code stands for: download the model again, or keep the tensor as it is with "
+                f"quant_exclude=[{self._tensor.name}]"
+            ) from error
+        meter = ErrorMeter(source.shape[1])
+        meter.add(codec.format, block_rK, parts)
+        return codes, meter, block_rK.nbytes
 
     def _scales(self, index: int) -> Tensor:
         scales, self._beside[index] = self._beside[index], torch.empty(0)
         return scales
-
-
-def _blocks(source: TensorInfo, reader: ThreadPoolExecutor) -> Iterator[tuple[int, Tensor]]:
-    """Rows of a tensor, [r, ...], with the first one's number; the next ones are read meanwhile."""
-    row = prod(source.shape[1:])
-    rows = source.shape[0] if source.shape else 1
-    step = max(1, _BLOCK // max(1, row))
-
-    def read(start: int) -> Tensor:
-        stop = min(start + step, rows)
-        return read_elements(source, start * row, (stop - start) * row).view(stop - start, *source.shape[1:])
-
-    coming = reader.submit(read, 0)
-    for start in range(0, rows, step):
-        block = coming.result()
-        if start + step < rows:
-            coming = reader.submit(read, start + step)
-        yield start, block
-        del block  # before the next one is waited for
 
 
 def _write_beside(plan: QuantizationPlan, working: Path, made: QuantizedCheckpoint) -> None:
