@@ -14,8 +14,9 @@ from torch import Tensor
 from lema_core.errors import NonFiniteError
 from lema_core.quantization.formats import WireFormat
 
-#: numbers that codecs work on at a time: an fp32 copy of them stays in a core's cache
-CHUNK_NUMBERS = 1 << 16
+#: numbers that codecs work on at a time: an fp32 copy has a megabyte, which stays in a core's cache, and the cost of
+#: torch's calls does not count
+CHUNK_NUMBERS = 1 << 18
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -77,8 +78,8 @@ def row_chunks(weight_rK: Tensor, parts: tuple[Tensor, ...]) -> Iterator[tuple[T
 def row_absmax(rows_rK: Tensor, first_row: int = 0) -> Tensor:
     """The largest size in each row, [r] in the rows' own dtype, without a copy of them. Raises
     :class:`NotFiniteWeight`; ``first_row`` is the number of the first row there."""
-    low_r, high_r = torch.aminmax(rows_rK, dim=1)
-    absmax_r = torch.maximum(high_r, low_r.neg_())
+    # Two passes: torch's aminmax takes ten times as long as both.
+    absmax_r = torch.maximum(rows_rK.amax(1), rows_rK.amin(1).neg_())
     check_finite(absmax_r, rows_rK, first_row)
     return absmax_r
 

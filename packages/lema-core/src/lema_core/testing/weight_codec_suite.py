@@ -39,7 +39,7 @@ class WeightCodecSuite:
     #: bytes of a weight in whole groups, per number
     most_bytes = 1.1
     #: torch's own memory, whatever the weight's size
-    most_scratch_bytes = 6_000_000
+    most_scratch_bytes = 16_000_000
 
     def make_codec(self) -> WeightCodec:
         """A codec. Override it; skip where its library is not installed."""
@@ -156,7 +156,7 @@ class WeightCodecSuite:
 
     def test_any_cut_gives_the_same_bytes(self) -> None:
         codec = self.make_codec()
-        for columns in (33, 130, 192, 2048):
+        for columns in (33, 130, 192, 4096):
             if codec.refuses((70, columns)) is not None:
                 continue
             weight = _normal(70, columns)
@@ -191,8 +191,8 @@ class WeightCodecSuite:
         assert _same(whole, parts)
 
     def test_it_needs_little_memory(self) -> None:
-        codec, weight = self.make_codec(), _normal(2048, 1024)  # 8 MB
-        parts = _empty(codec, (2048, 1024), 0)
+        codec, weight = self.make_codec(), torch.ones(2048, 4096)  # 34 MB
+        parts = _empty(codec, (2048, 4096), 0)
         used = peak_allocated(lambda: codec.encode(weight, parts))
         assert used <= self.most_scratch_bytes, f"{used} bytes allocated for a weight of {weight.nbytes}"
 

@@ -22,13 +22,14 @@ class Int8Codec(WeightCodec):
 
     def encode(self, weight_rK: Tensor, parts: tuple[Tensor, ...]) -> None:
         for rows_rK, (codes_rK, scale_r), first in row_chunks(weight_rK, parts):
-            row_scales(row_absmax(rows_rK, first), scale_r)
-            codes_rK.copy_(row_codes(rows_rK.to(torch.float32, copy=True), scale_r))
+            numbers_rK = rows_rK.to(torch.float32, copy=True)
+            row_scales(row_absmax(numbers_rK, first), scale_r)
+            codes_rK.copy_(row_codes(numbers_rK, scale_r))
 
 
 def row_scales(absmax_r: Tensor, scale_r: Tensor) -> None:
-    """The scales of rows into fp32 ``scale``: 0 where all numbers are, never 0 or too large elsewhere."""
-    torch.div(absmax_r.float(), MOST, out=scale_r)
+    """The scales of rows, fp32 as their largest sizes: 0 where all numbers are, never 0 or too large elsewhere."""
+    torch.div(absmax_r, MOST, out=scale_r)
     scale_r.clamp_(_SMALLEST, _LARGEST).masked_fill_(absmax_r == 0, 0)
 
 
