@@ -38,7 +38,7 @@ from lema_core.store.trace import Trace
 #: a piece is computed on fewer tokens where it would be more than this
 _MOST_FLOPS = 2e11
 #: each is repeated for so long
-_SECONDS, _LEAST_TIMES, _LONG_S = 0.2, 3, 0.4
+_SECONDS, _LEAST_TIMES, _LONG_S = 0.5, 3, 0.4
 #: weights are spread over so much where a run has it: caches hold less
 _BEYOND_CACHES = 64 << 20
 #: of layers at once
@@ -86,11 +86,9 @@ class Rehearsal:
             micro_batches = _fewer(kind, costs, shape)
             expected_s += kind.count * compute_s(costs.layer_trace(kind.layer, micro_batches), rates)
             measured_s += kind.count * self._layer_s(weights, kind.layer, micro_batches, graphs)
-        in_chunks = [tokens for tokens, _ in head_chunks(shape, self._adapter.vocab_size)]
-        tokens = min(in_chunks[0], _worth_it(costs.head_trace(1)))
-        times = sum(in_chunks) / tokens
-        expected_s += times * compute_s(costs.head_trace(tokens), rates)
-        measured_s += times * self._head_s(weights, tokens)
+        pieces, times = _of_head(costs, shape, self._adapter.vocab_size)
+        expected_s += times * compute_s(costs.head_trace(pieces), rates)
+        measured_s += times * self._head_s(weights, pieces)
         self._gradients = None
         self._device.trim()
         return measured_s / expected_s
@@ -116,8 +114,9 @@ class Rehearsal:
 
         return self._seconds(passes) / graphs + (self._seconds(update) if parameters else 0.0)
 
-    def _head_s(self, weights: _MadeUpWeights, tokens: int) -> float:
-        segments = _segments([MicroBatch(1, tokens, tokens)], self._device)
+    def _head_s(self, weights: _MadeUpWeights, pieces: Sequence[int]) -> float:
+        """A chunk of the head and its gradient, tokens of one micro-batch beside those of another."""
+        segments = _segments([MicroBatch(1, tokens, tokens) for tokens in pieces], self._device)
         run = PieceRun(self._adapter, self._ops(weights, {}), segments)
         return self._seconds(lambda: run.head(True, True))
 
@@ -228,6 +227,20 @@ def _fewer(kind: Kind, costs: StepCosts, shape: StepShape) -> list[MicroBatch]:
         chosen.append(one)
         left -= one.size
     return chosen
+
+
+def _of_head(costs: StepCosts, shape: StepShape, vocab_size: int) -> tuple[list[int], float]:
+    """The pieces of a chunk of the head, as many as are worth the time, and how many times as long the whole head
+    takes."""
+    chunks = [[piece.tokens for piece in pieces] for pieces in head_chunks(shape, vocab_size)]
+    most = _worth_it(costs.head_trace([1]))
+    chosen: list[int] = []
+    for tokens in chunks[0]:
+        if sum(chosen) + tokens > most:
+            break
+        chosen.append(tokens)
+    chosen = chosen or [min(most, chunks[0][0])]
+    return chosen, sum(map(sum, chunks)) / sum(chosen)
 
 
 def _worth_it(one_token: Trace) -> int:

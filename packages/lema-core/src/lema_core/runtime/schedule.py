@@ -16,7 +16,7 @@ from functools import lru_cache
 from lema_core.errors import BudgetError, PlanError
 from lema_core.memory import format_bytes
 from lema_core.runtime.dry_run import DryRun, Packing, Piece
-from lema_core.runtime.head_loss import chunk_tokens, cut_head, cut_tokens
+from lema_core.runtime.head_loss import HeadPiece, chunk_tokens, cut_head, cut_tokens
 from lema_core.runtime.piece_run import Level
 from lema_core.store.trace import Trace, Work
 
@@ -147,7 +147,7 @@ class StepCosts:
                 for tokens in cut_tokens(one.size, dry.adapter.vocab_size):
                     pieces.append((dry.head(False, False), tokens, 1))
         wants_dx = shape.first_layer < n_layers
-        for tokens, packing in head_chunks(shape, dry.adapter.vocab_size):
+        for tokens, packing in _packed_chunks(shape, dry.adapter.vocab_size):
             pieces.append((dry.head(True, wants_dx, packing), tokens, 1))
         for layer in range(n_layers - 1, shape.first_layer - 1, -1):
             what = layer, schedule.levels[layer], layer > shape.lowest
@@ -197,9 +197,10 @@ class StepCosts:
         trace = _trace(("layer", layer, shape), [(piece, tokens, row) for piece in passes])
         return _followed_by(trace, self._update(layer))
 
-    def head_trace(self, tokens: int) -> Trace:
-        """The head and its gradient over a chunk of one micro-batch."""
-        return _trace(("head", tokens), [(self._dry.head(True, True), tokens, 1)])
+    def head_trace(self, pieces: Sequence[int]) -> Trace:
+        """The head and its gradient over a chunk of so many tokens of one micro-batch, so many of the next ..."""
+        head = self._dry.head(True, True, Packing(len(pieces) > 1))
+        return _trace(("head", *pieces), [(head, sum(pieces), 1)])
 
     # -- memory
 
@@ -247,7 +248,7 @@ class StepCosts:
             peak = max(peak, fixed + min(inputs, most) + dry.head(False, False).cost.peak.at(longest))
         wants_dx = shape.first_layer < n_layers
         gradients = carried if wants_dx else 0.0
-        for tokens, packing in head_chunks(shape, dry.adapter.vocab_size):
+        for tokens, packing in _packed_chunks(shape, dry.adapter.vocab_size):
             head = dry.head(True, wants_dx, packing).cost.peak.at(tokens) + dry.boundary.at(tokens)
             peak = max(peak, fixed + min(inputs, most) + gradients + head)
         for layer in range(n_layers - 1, shape.first_layer - 1, -1):
@@ -268,7 +269,7 @@ class StepCosts:
         what the head left."""
         dry, wants_dx = self._dry, shape.first_layer < self.n_layers
         in_head = in_backward = 0.0
-        for tokens, packing in head_chunks(shape, dry.adapter.vocab_size):
+        for tokens, packing in _packed_chunks(shape, dry.adapter.vocab_size):
             head = dry.head(True, wants_dx, packing).cost.peak.at(tokens) + dry.boundary.at(tokens)
             in_head = max(in_head, head)
         for group in schedule.groups:
@@ -446,7 +447,12 @@ def _packing(shape: StepShape, group: Sequence[int]) -> Packing:
     return Packing(len(group) > 1, any(shape.micro_batches[index].masked for index in group))
 
 
-def head_chunks(shape: StepShape, vocab_size: int) -> list[tuple[int, Packing]]:
-    """Tokens that are projected together, chunk by chunk."""
-    chunks = cut_head([one.n_targets for one in shape.micro_batches], vocab_size)
+def head_chunks(shape: StepShape, vocab_size: int) -> list[list[HeadPiece]]:
+    """What is projected together, chunk by chunk."""
+    return cut_head([one.n_targets for one in shape.micro_batches], vocab_size)
+
+
+def _packed_chunks(shape: StepShape, vocab_size: int) -> list[tuple[int, Packing]]:
+    """Tokens of each chunk."""
+    chunks = head_chunks(shape, vocab_size)
     return [(sum(piece.tokens for piece in pieces), Packing(len(pieces) > 1)) for pieces in chunks]
