@@ -22,14 +22,13 @@ DIVISORS = (-8.0, -8.625)
 _LEAST, _MOST = -8, 7
 _SMALLEST = 2.0**-133  # of bf16
 _LARGEST = 2.0**125 * (1 - 2**-8)  # eight times it is finite
-_FINENESS = 128
 
 
 class Int4Codec(WeightCodec):
     """For each of DIVISORS: scale = m / divisor rounded to bf16, m the group's number of largest size (of two, the
     negative one); code - 8 = round(number / scale), half to even, in [-8, 7]. The divisor with the smaller sum of
-    squared errors counts, the first where they are equal: errors of number / scale, in 128ths of a code and rounded to
-    these, half to even, so that the sum of their squares is exact in any order, times (scale / first scale)^2 in fp32.
+    squared errors counts, the first where they are equal: errors of number / scale, squared, added up half to half,
+    times (scale / m)^2, all in fp32.
 
     A number is off by half a scale at most, or, if its sign is not that of m, by a scale where it is as large as m.
     """
@@ -72,9 +71,9 @@ def _encode_groups(numbers_ng: Tensor, rows_rK: Tensor, first_row: int) -> tuple
     largest_n = torch.where(-low_n >= high_n, low_n, high_n)
     check_finite(largest_n, rows_rK, first_row)
     first_n, *others = (_scales(largest_n, divisor) for divisor in DIVISORS)
-    scale_n, least_n = first_n, _error(numbers_ng, first_n)
+    scale_n, least_n = first_n, _error(numbers_ng, first_n, largest_n)
     for other_n in others:
-        error_n = _error(numbers_ng, other_n).mul_((other_n / first_n).square_())
+        error_n = _error(numbers_ng, other_n, largest_n)
         better_n = error_n < least_n
         scale_n, least_n = torch.where(better_n, other_n, scale_n), torch.where(better_n, error_n, least_n)
     rounded_ng = numbers_ng.div_(divisors(scale_n)).round_().clamp_(_LEAST, _MOST)
@@ -88,8 +87,16 @@ def _scales(largest_n: Tensor, divisor: float) -> Tensor:
     return size_n.bfloat16().float().masked_fill_(largest_n == 0, 0)
 
 
-def _error(numbers_ng: Tensor, scale_n: Tensor) -> Tensor:
-    """For each group the sum of the squares of errors, in 128ths of a code: whole numbers below 2^24, exact in fp32."""
+def _error(numbers_ng: Tensor, scale_n: Tensor, largest_n: Tensor) -> Tensor:
+    """For each group the sum of squared errors over largest^2; NaN where all numbers are zero."""
     scaled_ng = numbers_ng / divisors(scale_n)
     rounded_ng = scaled_ng.round().clamp_(_LEAST, _MOST)
-    return scaled_ng.sub_(rounded_ng).mul_(_FINENESS).round_().square_().sum(1)
+    # Of scaled numbers, so that no square is too large or too small for fp32.
+    return _add_halves(scaled_ng.sub_(rounded_ng).square_()).mul_((scale_n / largest_n).square_())
+
+
+def _add_halves(values_ng: Tensor) -> Tensor:
+    """The sum of each row, by adding its second half to its first until one number is left: always in this order."""
+    while (half := values_ng.shape[1] // 2) > 0:
+        values_ng = values_ng[:, :half] + values_ng[:, half:]
+    return values_ng[:, 0]
