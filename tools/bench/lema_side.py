@@ -6,7 +6,7 @@ config says what trains."""
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
@@ -15,7 +15,7 @@ from side import serve, token_ids
 from lema import LemaConfig, LemaModel
 from lema_core.memory import anonymous_bytes
 from lema_core.store.disk import DiskReader
-from lema_core.store.granules import Granule
+from lema_core.store.granules import Read
 from lema_core.training import AdamWDecision
 
 
@@ -61,26 +61,19 @@ def _weights(model: LemaModel) -> dict[str, int]:
 
 def pace(bytes_per_s: float) -> None:
     """Let the store's reads take as long as a disk of that speed would need for them."""
-    read, read_granule, lock = DiskReader.read, DiskReader.read_granule, Lock()
+    read_all, lock = DiskReader.read_all, Lock()
     free_at = time.perf_counter()
 
-    def wait_for(nbytes: int, started: float) -> None:
+    def paced(reader: DiskReader, wanted: Sequence[Read], *rest: Any) -> int:
         nonlocal free_at
+        started = time.perf_counter()
+        done = read_all(reader, wanted, *rest)
         with lock:
-            free_at = due = max(free_at, started) + nbytes / bytes_per_s
+            free_at = due = max(free_at, started) + sum(read.nbytes for read in wanted) / bytes_per_s
         time.sleep(max(0.0, due - time.perf_counter()))
+        return done
 
-    def paced_read(reader: DiskReader, path: Path, offset: int, target: memoryview, *rest: Any) -> None:
-        started = time.perf_counter()
-        read(reader, path, offset, target, *rest)
-        wait_for(len(target), started)
-
-    def paced_granule(reader: DiskReader, granule: Granule, slot: memoryview) -> None:
-        started = time.perf_counter()
-        read_granule(reader, granule, slot)
-        wait_for(granule.nbytes, started)
-
-    DiskReader.read, DiskReader.read_granule = paced_read, paced_granule
+    DiskReader.read_all = paced
 
 
 if __name__ == "__main__":
