@@ -60,10 +60,12 @@ def _losses(scratch: Path, formats: list[str], n_rows: int) -> None:
     file = scratch / "text.jsonl"
     file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     announce("losses", (1 + len(formats)) * (20 + 1.0 * n_rows))
-    base = _lema(scratch / "loss", task="evaluate", eval_file=file, max_seq_length=_TOKENS)["loss"]
+    base = _lema(scratch / "loss", task="evaluate", eval_file=file, max_seq_length=_TOKENS)["eval_loss"]
     print(f"loss of the weights as they are: {base:.4f} nat per token, {n_rows} rows of {_TOKENS} tokens at most")
     for name in formats:
-        found = _lema(scratch / name, task="evaluate", eval_file=file, max_seq_length=_TOKENS, **_options(name))["loss"]
+        found = _lema(scratch / name, task="evaluate", eval_file=file, max_seq_length=_TOKENS, **_options(name))[
+            "eval_loss"
+        ]
         aim = f", at most {INT8_AT_MOST_NAT}: {verdict(found - base <= INT8_AT_MOST_NAT)}" if name == "int8" else ""
         print(f"  {name:<9} {found:.4f}, {found - base:+.4f}{aim}", flush=True)
 

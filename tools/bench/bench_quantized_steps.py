@@ -166,10 +166,11 @@ def _on_the_fly(model: Path, quantized: Mapping[str, Path], a: argparse.Namespac
                 taken.append(time.perf_counter() - started)
         first, later = taken[0] - taken[2], taken[1] / taken[2]
         print(
-            f"\n{each.name} on the fly: a run of one step takes {taken[0]:.1f} s, the next one {taken[1]:.1f} s, one of "
-            f"the quantized folder {taken[2]:.1f} s\n  first time {first:.2f} s more, reading the model {read_s:.2f} s: "
-            f"{first / read_s:.2f} x, at most {ON_THE_FLY_FIRST}: {verdict(first <= ON_THE_FLY_FIRST * read_s)}"
-            f"\n  later {later:.3f} x, at most {ON_THE_FLY_LATER}: {verdict(later <= ON_THE_FLY_LATER)}",
+            f"\n{each.name}: a run of one step takes {taken[0]:.1f} s on the fly, {taken[1]:.1f} s the next time, "
+            f"{taken[2]:.1f} s on the quantized folder\n"
+            f"  first time {first:.2f} s more, reading the model {read_s:.2f} s: {first / read_s:.2f} x, at most "
+            f"{ON_THE_FLY_FIRST}: {verdict(first <= ON_THE_FLY_FIRST * read_s)}\n"
+            f"  later {later:.3f} x, at most {ON_THE_FLY_LATER}: {verdict(later <= ON_THE_FLY_LATER)}",
             flush=True,
         )
 
