@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +15,17 @@ from lema_core.quantization.codec import WeightCodec
 from lema_core.quantization.formats import NF4_VALUES
 from lema_core.quantization.report import ErrorMeter, TensorReport
 from lema_core.testing.comparing import relative
-from lema_quant.custom.int4 import DIVISORS, int4_32, int4_64, int4_128
+from lema_quant.custom.int4 import DIVISORS, Int4Codec
 from lema_quant.custom.int8 import Int8Codec
 from lema_quant.custom.nf4 import NF4Codec
 
-CODECS = {"int8": Int8Codec, "int4-32": int4_32, "int4-64": int4_64, "int4-128": int4_128, "nf4": NF4Codec}
+CODECS = {
+    "int8": Int8Codec,
+    "int4-32": partial(Int4Codec, 32),
+    "int4-64": partial(Int4Codec, 64),
+    "int4-128": partial(Int4Codec, 128),
+    "nf4": NF4Codec,
+}
 
 
 def encode(codec: WeightCodec, weight: Tensor) -> tuple[Tensor, ...]:
@@ -76,7 +83,7 @@ def test_four_bits_lose_what_theory_says() -> None:
 def test_the_search_for_a_scale_is_worth_it() -> None:
     """Against the one scale with which the largest number is -8 exactly, and against the best of a fine grid."""
     numbers = normal(4000, 32)
-    found = (back(int4_32(), numbers) - numbers).square().sum(1)
+    found = (back(Int4Codec(32), numbers) - numbers).square().sum(1)
     at_8 = _error_of_groups(numbers, -8.0)
     assert (found <= at_8 * 1.0001).all() and found.sum() < 0.95 * at_8.sum()
     grid = torch.stack([_error_of_groups(numbers, divisor) for divisor in torch.linspace(-10, -6, 81).tolist()])
@@ -95,7 +102,7 @@ def _decoded_with(numbers: Tensor, divisor: float) -> Tensor:
 
 def test_int4_is_one_of_its_two_formulas() -> None:
     numbers = normal(500, 64)
-    found = back(int4_64(), numbers)
+    found = back(Int4Codec(64), numbers)
     candidates = [_decoded_with(numbers, divisor) for divisor in DIVISORS]
     equal = torch.stack([(found == each).all(1) for each in candidates])
     assert equal.any(0).all()
@@ -105,16 +112,16 @@ def test_int4_is_one_of_its_two_formulas() -> None:
 def test_the_largest_number_of_a_group_is_minus_eight_of_either_sign() -> None:
     weight = torch.zeros(2, 32)
     weight[0, 5], weight[1, 5] = 4.0, -4.0
-    packed, scale = encode(int4_32(), weight)
+    packed, scale = encode(Int4Codec(32), weight)
     assert scale.flatten().tolist() == [-0.5, 0.5] and packed[:, 2].tolist() == [0x08, 0x08]
-    assert back(int4_32(), weight).equal(weight)
+    assert back(Int4Codec(32), weight).equal(weight)
 
 
 def test_nibbles_lie_where_the_formats_say() -> None:
     weight = torch.zeros(1, 33)
     weight[0, :4] = torch.tensor([-8.0, 3.0, 7.0, -1.0])
     weight[0, 32] = -2.0
-    packed, scale = encode(int4_32(), weight)
+    packed, scale = encode(Int4Codec(32), weight)
     assert packed[0, :2].tolist() == [0 | 11 << 4, 15 | 7 << 4], "the even column's code in the lower half"
     assert packed.shape == (1, 17) and packed[0, 16].item() == 0, "the last code, -8 of a scale of 0.25, and a zero"
     assert scale[0].tolist() == [1.0, 0.25]

@@ -6,7 +6,8 @@ import pytest
 
 from lema_core.quantization.codec import WeightCodec
 from lema_core.testing.weight_codec_suite import WeightCodecSuite
-from lema_quant.custom.int4 import int4_32, int4_64, int4_128
+from lema_quant.custom import codecs
+from lema_quant.custom.int4 import Int4Codec
 from lema_quant.custom.int8 import Int8Codec
 from lema_quant.custom.nf4 import NF4Codec
 
@@ -36,26 +37,54 @@ class TestCustomInt8(Int8Suite):
 
 class TestCustomInt4Groups32(Int4Suite):
     def make_codec(self) -> WeightCodec:
-        return int4_32()
+        return Int4Codec(32)
 
 
 class TestCustomInt4Groups64(Int4Suite):
     most_bytes = 0.532
 
     def make_codec(self) -> WeightCodec:
-        return int4_64()
+        return Int4Codec(64)
 
 
 class TestCustomInt4Groups128(Int4Suite):
     most_error, most_bytes = 0.11, 0.516
 
     def make_codec(self) -> WeightCodec:
-        return int4_128()
+        return Int4Codec(128)
 
 
 class TestCustomNF4(NF4Suite):
     def make_codec(self) -> WeightCodec:
         return NF4Codec()
+
+
+def native(codec: codecs.NativeOrTorch) -> WeightCodec:
+    if not codec.is_native:
+        pytest.skip("no native kernel for it is installed")
+    return codec
+
+
+class TestNativeInt8(Int8Suite):
+    def make_codec(self) -> WeightCodec:
+        return native(codecs.int8())
+
+
+class TestNativeInt4Groups32(Int4Suite):
+    def make_codec(self) -> WeightCodec:
+        return native(codecs.int4_32())
+
+
+class TestNativeInt4Groups128(Int4Suite):
+    most_error, most_bytes = 0.11, 0.516
+
+    def make_codec(self) -> WeightCodec:
+        return native(codecs.int4_128())
+
+
+class TestNativeNF4(NF4Suite):
+    def make_codec(self) -> WeightCodec:
+        return native(codecs.nf4())
 
 
 class TestTorchaoInt8(Int8Suite):

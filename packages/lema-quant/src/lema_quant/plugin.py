@@ -29,7 +29,7 @@ def lema_quant_backends() -> Iterable[QuantBackend]:
     yield QuantBackend(
         "bitsandbytes", 4, "nf4", f"{backends}.bitsandbytes:BitsandbytesNF4", 10, bitsandbytes.unavailable_here
     )
-    yield QuantBackend("custom", 8, "int8", "lema_quant.custom.int8:Int8Codec")
+    yield QuantBackend("custom", 8, "int8", "lema_quant.custom.codecs:int8")
     for group in (32, 64, 128):
-        yield QuantBackend("custom", 4, f"int4-{group}", f"lema_quant.custom.int4:int4_{group}")
-    yield QuantBackend("custom", 4, "nf4", "lema_quant.custom.nf4:NF4Codec")
+        yield QuantBackend("custom", 4, f"int4-{group}", f"lema_quant.custom.codecs:int4_{group}")
+    yield QuantBackend("custom", 4, "nf4", "lema_quant.custom.codecs:nf4")

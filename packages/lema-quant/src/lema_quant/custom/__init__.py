@@ -1,5 +1,4 @@
-"""The backend ``custom``: every wire format in plain torch, without another library.
+"""The backend ``custom``: every wire format without another library, in plain torch and by native kernels.
 
-Each formula is made of correctly rounded operations in a fixed order, so that other implementations can give the same
-bytes.
+Each formula is made of correctly rounded operations in a fixed order, so that both give the same bytes.
 """

@@ -5,8 +5,6 @@ Shapes: n groups, g columns of a group, G groups of a row.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -56,12 +54,6 @@ class Int4Codec(WeightCodec):
             packed_rB.copy_(whole_rB[:, : packed_rB.shape[1]])
             if columns % 2:
                 packed_rB[:, -1] &= 15
-
-
-#: makers of the codecs of each group, as records name them
-int4_32 = partial(Int4Codec, 32)
-int4_64 = partial(Int4Codec, 64)
-int4_128 = partial(Int4Codec, 128)
 
 
 def _encode_groups(numbers_ng: Tensor, rows_rK: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
