@@ -14,7 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lema import LemaConfig, LemaModel
 from lema.prediction import predicted
 from lema_core.device import Device
+from lema_core.errors import BudgetError, TransferError
 from lema_core.runtime import schedule
+from lema_core.runtime.runner import ModelRunner
 from lema_core.testing.simulated import SimulatedAccelerator
 
 SIZES = {
@@ -74,14 +76,20 @@ class Run:
     def open(self) -> LemaModel:
         return LemaModel(LemaConfig(**self._values), self._device)
 
-    def steps(self, first: int = 0, last: int = STEPS, between: bool = False) -> Run:
+    def steps(self, first: int = 0, last: int = STEPS, between: bool = False, again: bool = False) -> Run:
+        """Steps ``first`` to ``last``. ``between``: it computes and saves after each. ``again``: one that is
+        interrupted is made once more."""
         with self.open() as model:
             model.initialize_training()
             trainer = model.get_trainer()
             if first:
                 trainer.load_checkpoint(self._output / f"checkpoint-{first}")
             for step in range(first, last):
-                loss = trainer.train_step(rows(step), return_logits=False)[1]
+                try:
+                    loss = trainer.train_step(rows(step), return_logits=False)[1]
+                except KeyboardInterrupt:
+                    assert again
+                    loss = trainer.train_step(rows(step), return_logits=False)[1]
                 self.shown.append((loss, trainer.metrics["grad_norm"]))
                 self.stats.append(model.stats())
                 if between:
@@ -162,3 +170,106 @@ def test_a_run_is_that_of_the_cpu(
     prediction, last = predicted(found.plan), found.stats[-1]
     assert prediction["device_peak_bytes"] == sum(each.device_peak_bytes for each in last.values())
     assert prediction["ram_peak_bytes"] == sum(each.ram_peak_bytes for each in last.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama_tied", {}),
+        pytest.param("llama_tied", EIGHT_BITS, marks=pytest.mark.slow),
+        pytest.param("mixtral", AT_ONCE, marks=pytest.mark.slow),
+    ],
+)
+def test_evaluating_generating_saving_and_going_on(
+    name: str, options: dict[str, Any], root: Path, tmp_path: Path, small_granules: int
+) -> None:
+    folder = folder_of(root, name)
+    cpu = Run(folder, tmp_path / "cpu", None, **options).steps(last=2, between=True)
+    more = Run(folder, tmp_path / "cpu", None, **options).steps(2, 3, between=True)
+    options = options | windows(folder, tmp_path / "size", 3, **options)
+    Run(folder, tmp_path / "device", SimulatedAccelerator(), **options).steps(last=2, between=True).assert_like(cpu)
+    Run(folder, tmp_path / "device", SimulatedAccelerator(), **options).steps(2, 3, between=True).assert_like(more)
+
+
+def test_what_trained_is_computed_with_on_an_accelerator(root: Path, tmp_path: Path, small_granules: int) -> None:
+    """A delta, without room for gradients and moments."""
+    folder = folder_of(root, "llama_tied")
+    Run(folder, tmp_path / "cpu", None).steps(last=1)
+    found = []
+    for device, budgets in ((None, {}), (SimulatedAccelerator(), windows(folder, tmp_path / "size", 2))):
+        with Run(folder, tmp_path / "eval", device, **budgets).open() as model:
+            model.load_delta(tmp_path / "cpu" / "checkpoint-1", trains=False)
+            found.append((model.logits(rows(99)).tolist(), model.generate_ids([[3, 5, 7]], 4)))
+            assert "grads" not in model.stats()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(AT_ONCE, marks=pytest.mark.slow)])
+def test_blocks_in_turn(options: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lema_badam")
+    folder = folder_of(root, "llama")
+    options = {"training_mode": "badam", "method_options": {"switch_block_every": 1}, **options}
+    cpu = Run(folder, tmp_path / "cpu", None, **options).steps()
+    options |= ON_DISK | windows(folder, tmp_path / "size", 2, **options)
+    Run(folder, tmp_path / "device", SimulatedAccelerator(compute_lag_s=1e-4), **options).steps().assert_like(cpu)
+
+
+def test_a_step_that_failed_leaves_nothing_behind(
+    root: Path, tmp_path: Path, small_granules: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted in a backward pass, with gradients on their way, and made again."""
+    folder = folder_of(root, "llama_tied")
+    cpu = Run(folder, tmp_path / "cpu", None).steps()
+    backward, calls = ModelRunner._backward, []
+
+    def interrupted(runner: ModelRunner, group: Any, layer: int, *rest: Any) -> None:
+        calls.append(layer)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        backward(runner, group, layer, *rest)
+
+    monkeypatch.setattr(ModelRunner, "_backward", interrupted)
+    options = ON_DISK | windows(folder, tmp_path / "size", 3)
+    found = Run(folder, tmp_path / "device", SimulatedAccelerator(compute_lag_s=1e-4), **options)
+    assert found.steps(again=True).shown == cpu.shown and len(calls) > 4
+    found.assert_like(cpu)
+
+
+@pytest.mark.parametrize("name", ["grad_acc", "opt_state"])
+def test_more_than_the_device_has_is_refused_by_name(name: str, root: Path, tmp_path: Path) -> None:
+    run = Run(folder_of(root, "llama"), tmp_path, SimulatedAccelerator(80_575_000), **{f"{name}_vram": "1GB"})
+    with run.open() as model:
+        model.initialize_training()
+        with pytest.raises(BudgetError, match=rf"{name}_vram: [\d,]+ bytes are wanted .*; lower {name}_vram"):
+            model.plan()
+
+
+def test_where_ram_is_the_devices_the_smaller_of_two_limits_holds(root: Path, tmp_path: Path) -> None:
+    run = Run(folder_of(root, "llama"), tmp_path, None, grad_acc_vram="1B", opt_state_vram="1B", opt_state_ram="1GB")
+    with run.open() as model:
+        model.initialize_training()
+        states = model.plan().states()
+    assert (states.grads_bytes, states.optim_bytes) == (1, 1)
+
+
+def test_a_gradient_whose_copy_failed_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = SimulatedAccelerator._copy
+
+    def failing(device: SimulatedAccelerator, target: Tensor, source: Tensor) -> None:
+        if copied_from is not None and copied_from(source):
+            raise RuntimeError("the link is down")
+        copy(device, target, source)
+
+    copied_from: Any = None
+    monkeypatch.setattr(SimulatedAccelerator, "_copy", failing)
+    options = ON_DISK | windows(folder_of(root, "llama"), tmp_path / "size", 2)
+    with Run(folder_of(root, "llama"), tmp_path, SimulatedAccelerator(), **options).open() as model:
+        model.initialize_training()
+        trainer = model.get_trainer()
+        slab = model.runner.store.gradients.on_device._slab
+        copied_from = lambda source: source.data_ptr() == slab.data_ptr()  # noqa: E731
+        with pytest.raises(
+            TransferError, match=r"the gradient of .*: copying from the device failed: the link is down"
+        ):
+            for step in range(2):
+                trainer.train_step(rows(step), return_logits=False)

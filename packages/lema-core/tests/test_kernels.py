@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from lema_core import builtin
 from lema_core.errors import ConfigError, PluginError
 from lema_core.hookspecs import hookimpl
-from lema_core.ops.adamw import TorchAdamW
+from lema_core.ops.adamw import AdamWRates, TorchAdamW
 from lema_core.ops.attention import TorchAttention
 from lema_core.ops.elementwise import TorchElementwise
 from lema_core.ops.kernels import Kernels, choose_copies, choose_kernel, choose_kernels
@@ -54,6 +55,32 @@ def test_plain_torch_serves_every_operation_on_every_device(backend: str) -> Non
     kinds = (LinearKernel, TorchElementwise, TorchAttention, TorchAdamW, PythonReads, TorchWiden)
     assert tuple(type(getattr(chosen, op)) for op in OPS) == kinds
     assert tuple(type(getattr(Kernels(), op)) for op in OPS) == kinds
+
+
+class Counting(TorchAdamW):
+    """A kernel of the CPU's."""
+
+    updates = 0
+
+    def update(self, param: torch.Tensor, *arguments: Any) -> None:
+        assert param.device.type == "cpu"
+        Counting.updates += 1
+
+
+class CountingPlugin:
+    @hookimpl
+    def lema_kernels(self) -> Iterable[Kernel]:
+        yield Kernel("cpp", "adamw", "cpu", f"{__name__}:Counting", priority=10, unsupported=lambda request: [])
+
+
+def test_weights_in_ram_are_updated_by_the_cpus_kernel_beside_a_device() -> None:
+    adamw = choose_kernels("auto", "cuda", plugins_with(CountingPlugin())).adamw
+    rates = AdamWRates(1e-3, 0.9, 0.999, 1e-8, 0.0, 1)
+    adamw.update(*(torch.zeros(4) for _ in range(4)), rates)
+    assert Counting.updates == 1
+    elsewhere = [torch.zeros(4, device="meta") for _ in range(4)]
+    adamw.update(*elsewhere, rates)
+    assert Counting.updates == 1
 
 
 def test_native_kernels_where_there_are_some() -> None:

@@ -148,6 +148,8 @@ def _moved(run: RunPlan) -> Iterator[Row]:
     if run.state_traffic is not None:
         yield Row("moments, gradients, new weights", f"{format_bytes(run.state_traffic.written_bytes)} to disk")
         yield Row("the same, disk to RAM", format_bytes(run.state_traffic.read_bytes))
+        if not run.machine.shares_ram:
+            yield Row("moments, gradients, RAM and device", format_bytes(run.state_traffic.copied_bytes))
     # Which rows a step needs, and which of them are there already, only its tokens say.
     yield Row("embedding rows, disk to RAM", f"at most {format_bytes(run.work.typical.tokens * model.row_bytes)}")
     below = {tier: sum(sizes) for tier, sizes in run.typical_boundaries.items() if sizes and tier is not Tier.DEVICE}

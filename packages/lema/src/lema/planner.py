@@ -239,8 +239,8 @@ class RunPlan:
         weights that train, what options put into a device's own memory has to fit there."""
         if self._shares is not None:
             if not self.machine.shares_ram:
-                room = device_total - reserve(device_total) - self.work.model.smallest_device_bytes
-                self._shares.check_device(room, "free device memory")
+                beside = reserve(device_total) + self.work.model.smallest_device_bytes + self._choices[0].nbytes
+                self._shares.check_device(device_total - beside, "free device memory")
             return
         where = ("vram", "ram") if self.machine.shares_ram else ("vram",)
         for stream, nbytes in (("opt_state", _MOMENT_BYTES), ("grad_acc", _GRADIENT_BYTES)):

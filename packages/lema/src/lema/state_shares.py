@@ -71,14 +71,15 @@ class StateShares:
         self._ram = {kind: min(self._beside(kind, self._device), nbytes or 0) for kind, nbytes in ram.items()}
 
     def check_device(self, room: int, source: str) -> None:
-        """Raises BudgetError where options fix more than ``room`` bytes of the device's memory."""
+        """Raises BudgetError where options fix more than ``room`` bytes of the device's memory. Where there are none
+        anyway, it is not these options that are at fault."""
         room -= self._device_passing_bytes
         for kind, name in _OPTIONS.items():
             given = self._device[kind]
-            if given > room:
+            if given > room >= 0:
                 raise BudgetError(
-                    f"{name}_vram: {given:,} bytes are wanted in device memory, {max(0, room):,} are left of {source} "
-                    f"beside the smallest window of weights; lower {name}_vram"
+                    f"{name}_vram: {given:,} bytes are wanted in device memory, {room:,} are left of {source} beside "
+                    f"the smallest window of weights and the least activations; lower {name}_vram"
                 )
             room -= given
 

@@ -85,6 +85,27 @@ class TorchAdamW:
             _update(*piece, rates)
 
 
+class AdamWEither:
+    """What is in RAM is updated by ``in_ram``, what is on the device by ``on_device``: a model's own weights are the
+    one, LoRA weights the other."""
+
+    def __init__(self, in_ram: AdamWKernel, on_device: AdamWKernel) -> None:
+        self._in_ram = in_ram
+        self._on_device = on_device
+
+    def update(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        rates: AdamWRates,
+        threads: int | None = None,
+    ) -> None:
+        kernel = self._in_ram if param.device.type == "cpu" else self._on_device
+        kernel.update(param, grad, exp_avg, exp_avg_sq, rates, threads)
+
+
 def _update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rates: AdamWRates) -> None:
     if rates.grad_scale != 1:
         grad = grad * rates.grad_scale

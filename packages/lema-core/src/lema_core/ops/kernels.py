@@ -13,7 +13,7 @@ import torch
 
 from lema_core.copies import Copies
 from lema_core.errors import ConfigError, PluginError
-from lema_core.ops.adamw import AdamWKernel, TorchAdamW
+from lema_core.ops.adamw import AdamWEither, AdamWKernel, TorchAdamW
 from lema_core.ops.attention import AttentionKernel, TorchAttention
 from lema_core.ops.elementwise import ElementwiseKernel, TorchElementwise
 from lema_core.ops.linear import LinearKernel
@@ -67,11 +67,15 @@ def choose_kernels(
     """Every kernel of a run, made; ``linear`` with ``weights_compute`` where that is ``w8a8``. Raises as
     :func:`choose_kernel` does."""
 
-    def make(op: str) -> Any:
-        impl = load_object(choose_kernel(op, backend, device_type, plugins).impl)
+    def make(op: str, where: str = device_type) -> Any:
+        impl = load_object(choose_kernel(op, backend, where, plugins).impl)
         return impl(weights_compute=weights_compute) if op == "linear" and weights_compute == "w8a8" else impl()
 
-    return Kernels(**{each.name: make(each.name) for each in fields(Kernels)})
+    made = {each.name: make(each.name) for each in fields(Kernels)}
+    in_ram, on_device = make("adamw", "cpu"), made["adamw"]
+    if type(in_ram) is not type(on_device):
+        made["adamw"] = AdamWEither(in_ram, on_device)
+    return Kernels(**made)
 
 
 def choose_copies(backend: str, plugins: PluginManager | None = None) -> Callable[[torch.device], Copies]:

@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 
 from lema_core.device import Device, Event
+from lema_core.errors import TransferError
 from lema_core.store.codec import Encoding
+from lema_core.store.disk import shown
+from lema_core.store.granules import Granule
 from lema_core.store.states import StateStream
 
 #: one is added to, others are on their way; a layer's small tensors are added to now and then
@@ -33,17 +36,18 @@ def accumulator_slots(encodes: bool, n_passing: int) -> int:
 
 
 class DeviceAccumulators:
-    """``counts``: of numbers, by granule; ``n_slots`` slots of the largest. Used by the thread that computes;
+    """Of ``granules``, by number; ``n_slots`` slots of the largest. Used by the thread that computes;
     :meth:`await_record` by others too."""
 
     def __init__(
-        self, device: Device, stream: StateStream, encoding: Encoding, counts: Sequence[int], n_slots: int
+        self, device: Device, stream: StateStream, encoding: Encoding, granules: Sequence[Granule], n_slots: int
     ) -> None:
         self._device = device
         self._stream = stream
         self._encoding = encoding
-        self._counts = counts
-        self._slot_bytes = 4 * max(counts)
+        self._granules = granules
+        self._counts = [granule.nbytes // 4 for granule in granules]
+        self._slot_bytes = max(granule.nbytes for granule in granules)
         self._n_slots = n_slots
         self._slab = device.allocate(self.device_bytes) if n_slots else None
         #: granule -> slot, by their latest use
@@ -76,7 +80,7 @@ class DeviceAccumulators:
         if place is None:
             yield self._slot(number, fresh)
             return
-        numbers = place[: 4 * self._counts[number]].view(torch.float32)
+        numbers = place[: self._granules[number].nbytes].view(torch.float32)
         yield numbers.zero_() if fresh else numbers
 
     def complete(self, number: int) -> None:
@@ -106,7 +110,7 @@ class DeviceAccumulators:
 
     def _memory(self, slot: int, number: int) -> Tensor:
         start = slot * self._slot_bytes
-        return self._slab[start : start + 4 * self._counts[number]]
+        return self._slab[start : start + self._granules[number].nbytes]
 
     def _slot(self, number: int, fresh: bool) -> Tensor:
         slot = self._slots.get(number)
@@ -126,17 +130,18 @@ class DeviceAccumulators:
             self.await_record(number)
             record = self._stream.take(number)
             try:
-                self._bring(memory, record)
+                self._bring(number, memory, record)
             finally:
                 self._stream.give(number, changed=False)
         self._slots[number] = slot
         return numbers
 
-    def _bring(self, memory: Tensor, record: Tensor) -> None:
+    def _bring(self, number: int, memory: Tensor, record: Tensor) -> None:
         """Copy to the device, after all that was computed so far; the record is free again then."""
-        copied = self._device.copy(memory, record[: len(memory)], self._device.record())
-        self._device.compute_wait(copied)
-        self._device.host_wait(copied)
+        with self._naming(number, "to"):
+            copied = self._device.copy(memory, record[: len(memory)], self._device.record())
+            self._device.compute_wait(copied)
+            self._device.host_wait(copied)
         self.copied_bytes += len(memory)
 
     def _leave(self, number: int, last: bool) -> None:
@@ -158,9 +163,10 @@ class DeviceAccumulators:
         try:
             with self._encoding.decoded(record, self._counts[number]) as numbers:
                 memory, held = self._memory(0, number), numbers.view(torch.uint8)
-                self._bring(memory, held)
+                self._bring(number, memory, held)
                 yield memory.view(torch.float32)
-                self._device.host_wait(self._device.copy(held, memory, self._device.record()))
+                with self._naming(number, "from"):
+                    self._device.host_wait(self._device.copy(held, memory, self._device.record()))
                 self.copied_bytes += len(memory)
         finally:
             self._stream.give(number, changed=True, more=True)
@@ -170,7 +176,8 @@ class DeviceAccumulators:
             number, copied, last = job
             if copied is not None:
                 try:
-                    self._device.host_wait(copied)
+                    with self._naming(number, "from"):
+                        self._device.host_wait(copied)
                 except BaseException as error:
                     self._error = self._error or error
                 self._stream.give(number, changed=True, more=True)
@@ -179,6 +186,15 @@ class DeviceAccumulators:
             with self._changed:
                 self._leaving.discard(number)
                 self._changed.notify_all()
+
+    @contextmanager
+    def _naming(self, number: int, way: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            tensors = shown(self._granules[number].names)
+            reason = str(error).splitlines()[0]
+            raise TransferError(f"the gradient of {tensors}: copying {way} the device failed: {reason}") from error
 
     def _await(self, ready: Callable[[], bool]) -> None:
         with self._changed:

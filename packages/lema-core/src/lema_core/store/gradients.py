@@ -149,11 +149,12 @@ class GradientStream(Gradients):
         if fresh and self.before_zeros is not None:
             self.before_zeros(number)
         self._begun.add(number)
+        started = time.perf_counter()
         if self.on_device is not None:
             with self.on_device.taken(number, fresh) as numbers:
+                self.wait_s += time.perf_counter() - started
                 yield numbers
             return
-        started = time.perf_counter()
         record = self.stream.take(number, fresh)
         self.wait_s += time.perf_counter() - started
         try:

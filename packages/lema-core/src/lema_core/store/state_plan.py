@@ -181,9 +181,9 @@ def open_updates(
     )
     encoding, on_device = Encoding(codecs.grads, most), None
     if not device.shares_ram:
-        counts = [each.granule.nbytes // 4 for each in model.trained]
+        granules = [each.granule for each in model.trained]
         slots = accumulator_slots(encoding.encodes, _passing(grads_of, places.grads, plan))
-        on_device = DeviceAccumulators(device, grads, encoding, counts, slots)
+        on_device = DeviceAccumulators(device, grads, encoding, granules, slots)
     states = {"exp_avg": Encoding(codecs.exp_avg, most), "exp_avg_sq": Encoding(codecs.exp_avg_sq, most)}
     gradients = GradientStream(model, grads, encoding, on_device)
     masters = Masters(model, file, windows, expert_windows)
