@@ -273,3 +273,18 @@ def test_a_gradient_whose_copy_failed_is_named(root: Path, tmp_path: Path, monke
         ):
             for step in range(2):
                 trainer.train_step(rows(step), return_logits=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda(root: Path, tmp_path: Path, small_granules: int) -> None:
+    """Where things lie changes no bit, and other orders of sums than the CPU's as little as they should."""
+    folder = folder_of(root, "llama_tied")
+    cpu = Run(folder, tmp_path / "cpu", None).steps()
+    plain = Run(folder, tmp_path / "cuda", None, device="cuda").steps(between=True)
+    losses = [shown[0] for shown in plain.shown if isinstance(shown, tuple)]
+    assert losses == pytest.approx([shown[0] for shown in cpu.shown if isinstance(shown, tuple)], rel=1e-4)
+    for number, places in enumerate((ON_DISK, ON_DEVICE)):
+        options = places | windows(folder, tmp_path / "size", 3)
+        output = tmp_path / str(number)
+        Run(folder, output, None, device="cuda", **options).steps(between=True).assert_like(plain)
