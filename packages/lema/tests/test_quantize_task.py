@@ -295,6 +295,10 @@ def test_a_library_that_is_not_there_is_said_once_and_custom_takes_its_place(
     assert len(said) == 1 and said[0].startswith(f"quant_backend={backend}: ") and f"pip install {package}" in said[0]
     assert said[0].endswith("custom (int8) takes its place")
     assert torch.equal(found, logits(base, weights_bits=8, quant_backend="custom"))
+    # nor is it silent where the copy is found
+    recwarn.clear()
+    assert torch.equal(logits(base, weights_bits=8, quant_backend=backend), found)
+    assert [str(each.message) for each in recwarn if "quant_backend" in str(each.message)] == said
 
 
 def test_a_pattern_that_means_nothing_is_an_error_before_anything_is_written(bases: Any, cache: Path) -> None:

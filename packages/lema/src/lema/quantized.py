@@ -25,6 +25,7 @@ from lema_quant.checkpoint import (
     QuantizedCheckpoint,
     Recipe,
     base_files,
+    finished,
     plan_quantization,
     read_quantized,
     write_quantized,
@@ -52,17 +53,25 @@ def quantized_copy(config: LemaConfig, base: Manifest) -> QuantizedCheckpoint | 
     if config.weights_bits is None or _is_so_already(config, base):
         return None
     request = _Request(config, base)
-    copy = request.answer()
+    copy, said = request.answer()
+    for line in said:
+        warnings.warn(line, stacklevel=2)
     if copy is None:
-        plan = plan_quantization(base.folder, recipe_of(config), _warn)
+
+        def say(line: str) -> None:
+            said.append(line)
+            warnings.warn(line, stacklevel=3)
+
+        plan = plan_quantization(base.folder, recipe_of(config), say)
         folder = cache_folder("quantized") / f"{_model_type(plan)}-{plan.recipe.format}-{plan.identity[:16]}"
+        copy = finished(plan, folder)
         try:
-            copy = write_with_progress(plan, folder, sys.stderr)
+            copy = copy or write_with_progress(plan, folder, sys.stderr)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; LEMA_CACHE says where quantized weights go") from error
-        request.keep(folder)
+        request.keep(folder, said)
     for line in copy.report.warnings:
-        _warn(line)
+        warnings.warn(line, stacklevel=2)
     return copy
 
 
@@ -76,17 +85,18 @@ class _Request:
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         self._path = cache_folder("quantized") / "requests" / f"{digest[:32]}.json"
 
-    def answer(self) -> QuantizedCheckpoint | None:
-        """None when it was never made, or is there no more."""
+    def answer(self) -> tuple[QuantizedCheckpoint | None, list[str]]:
+        """The copy, None when it was never made, or is there no more; and what was said of who makes it."""
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))["folder"]
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            copy = read_quantized(cache_folder("quantized") / str(found["folder"]))
+            return copy, list(map(str, found["said"])) if copy is not None else []
         except (OSError, ValueError, KeyError, TypeError):
-            return None  # as good as absent: it is looked for anew
-        return read_quantized(cache_folder("quantized") / str(found))
+            return None, []  # as good as absent: it is looked for anew
 
-    def keep(self, folder: Path) -> None:
+    def keep(self, folder: Path, said: list[str]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path, {"folder": folder.name})
+        write_json(self._path, {"folder": folder.name, "said": said})
 
 
 def write_with_progress(plan: QuantizationPlan, output_dir: Path, out: TextIO) -> QuantizedCheckpoint:
@@ -147,7 +157,3 @@ def _version(package: str) -> str:
 
 def _model_type(plan: QuantizationPlan) -> str:
     return str(plan.config.get("model_type", "model"))
-
-
-def _warn(line: str) -> None:
-    warnings.warn(line, stacklevel=2)
