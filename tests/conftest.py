@@ -22,6 +22,7 @@ from lema import LemaConfig, LemaModel
 from lema_core.checkpoint import bind_tensors, read_manifest
 from lema_core.device import Device
 from lema_core.store.model import StreamedModel, cut_model
+from lema_core.testing.quick_figures import quick_figures
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -217,6 +218,12 @@ def _llamas_of_session(tmp_path_factory: pytest.TempPathFactory) -> Llamas:
 def llamas(_llamas_of_session: Llamas) -> Iterator[Llamas]:
     yield _llamas_of_session
     _llamas_of_session.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hardly_any_measuring() -> Iterator[None]:
+    with quick_figures():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from lema_core.checkpoint import write_safetensors
+from lema_core.testing.quick_figures import quick_figures
 from lema_models.llama import LlamaAdapter
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -178,6 +179,9 @@ class Child:
 
 _FORKED = """
 import os, sys
+from lema_core.testing.quick_figures import quick_figures
+figures = quick_figures()
+figures.__enter__()
 for number, path in ((1, {out!r}), (2, {err!r})):
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
 os.chdir({cwd!r})
@@ -196,8 +200,9 @@ sys.exit(main(sys.argv[1:]))
 class Lema:
     """Runs ``lema key=value ...`` in a folder that is the test's own, in a process of its own with one thread.
 
-    Importing torch takes seconds, so a run is forked from a server that has done so, unless ``exact``: then it is
-    ``python -m lema``, from start to exit. ``before`` is code that runs in the process first.
+    Importing torch takes seconds, and so does measuring the machine, so a run is forked from a server that has imported
+    torch, and measures little, unless ``exact``: then it is ``python -m lema``, from start to exit. ``before`` is code
+    that runs in the process first.
     """
 
     def __init__(self, cwd: Path, server: ForkServerContext) -> None:
@@ -256,6 +261,12 @@ class Lema:
     def close(self) -> None:
         for child in self._children:
             child.kill()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hardly_any_measuring() -> Iterator[None]:
+    with quick_figures():
+        yield
 
 
 @pytest.fixture(scope="session")
