@@ -135,7 +135,8 @@ class Environment:
             self.session.log(f"{self.folder.name}: nothing to install")
             return
         for step in steps:
-            self.run("-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS), *step)
+            # Python compiles what is imported; pip would compile all there is, longer than it takes for all else.
+            self.run("-m", "pip", "install", "--quiet", "--no-compile", "-c", str(CONSTRAINTS), *step)
         stamp.write_text(key)
 
     def run(self, *arguments: str, **options: object) -> str:
