@@ -136,5 +136,6 @@ class ModelAdapter(ABC):
                 yield spec
 
     def unfolded(self, found: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
-        """The tensors of files as this adapter names them, where files group or spell them in other ways."""
+        """The tensors of files as this adapter names them, where files group or spell them in other ways; rows are cut
+        out of a joined one by :meth:`TensorInfo.rows`, which quantized ones need."""
         return found

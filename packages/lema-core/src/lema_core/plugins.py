@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from lema_core import hookspecs
 from lema_core.errors import CheckpointError, ConfigError, PluginError
 from lema_core.quantization.choice import AUTO, QuantChoice, choose
-from lema_core.quantization.formats import WireFormat, wire_formats
 from lema_core.records import (
     Architecture,
     CheckpointSource,
@@ -34,6 +33,9 @@ from lema_core.records import (
     load_object,
 )
 from lema_core.suggest import unknown_name
+
+if TYPE_CHECKING:
+    from lema_core.quantization.formats import WireFormat
 
 ENTRY_POINT_GROUP = "lema"
 DISABLE_VARIABLE = "LEMA_DISABLE_PLUGINS"
@@ -270,8 +272,9 @@ class PluginManager:
         Raises ConfigError with those that there are, PluginError when the backend's codec cannot be imported or gives
         another format.
         """
-        if name in wire_formats():
-            return wire_formats()[name]
+        known = _wire_formats()
+        if name in known:
+            return known[name]
         for record in self.quant_backends():
             if record.format == name:
                 try:
@@ -284,7 +287,7 @@ class PluginManager:
         raise ConfigError(f"{unknown_name('weights_format', name, self._format_names())}{self._left_out()}")
 
     def _format_names(self) -> list[str]:
-        return [*wire_formats(), *(each.format for each in self.quant_backends())]
+        return [*_wire_formats(), *(each.format for each in self.quant_backends())]
 
     def locate_checkpoint(self, ref: str | Path) -> Path:
         """The local folder of what the user named. Raises CheckpointError with every reason when all refuse."""
@@ -368,6 +371,13 @@ def _one_line(error: BaseException) -> str:
 
 def _by_name(records: list[Any]) -> dict[str, Any]:
     return {record.name: record for record in sorted(records, key=lambda each: each.name)}
+
+
+def _wire_formats() -> dict[str, WireFormat]:
+    # Imported here: formats need torch, which --help and a mistyped option do not wait for.
+    from lema_core.quantization.formats import wire_formats
+
+    return wire_formats()
 
 
 def _listed(names: Iterable[str]) -> str:

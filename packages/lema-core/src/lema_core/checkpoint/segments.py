@@ -57,14 +57,14 @@ class TensorInfo:
         """What it is stored as, in a word: ``int4-32``, ``bfloat16``."""
         return str(self.dtype).removeprefix("torch.") if self.quantized is None else self.quantized.format.name
 
-    def rows(self, name: str, start: int, stop: int, shape: tuple[int, ...] | None = None) -> TensorInfo:
-        """Rows ``start:stop`` as a tensor of its own, called ``name``; ``shape``: of what it is then, by default [rows,
-        ...]. What adapters whose files join several weights cut them apart with."""
+    def rows(self, name: str, start: int, stop: int) -> TensorInfo:
+        """Rows ``start:stop`` as a tensor of its own, called ``name``, quantized or not: what adapters whose files
+        join several weights cut them apart with."""
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
         first = self.segment.offset + start * row_bytes
         quantized, segment = None, Segment(self.segment.path, first, (stop - start) * row_bytes)
         if self.quantized is not None:
             parts = tuple(part.rows(part.name, start, stop) for part in self.quantized.parts)
             quantized, segment = Quantized(self.quantized.format, parts), parts[0].segment
-        shape = shape or (stop - start, *self.shape[1:])
+        shape = (stop - start, *self.shape[1:])
         return replace(self, name=name, shape=shape, segment=segment, quantized=quantized)
