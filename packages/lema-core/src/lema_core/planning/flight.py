@@ -326,8 +326,10 @@ def _products(
         tensor = arena[offset : offset + nbytes].view(kind).view(shape)
         offset += whole_sectors(nbytes)
         # Zeros would let a GPU clock higher than numbers do.
-        if kind.is_floating_point:
+        if kind.is_floating_point and kind.itemsize > 1:
             return tensor.normal_(generator=generator)
+        if kind.is_floating_point:  # torch draws none of eight bits
+            return tensor.copy_(torch.empty(shape, device=arena.device).normal_(generator=generator))
         tensor.view(torch.uint8).random_(0, 256, generator=generator)
         return tensor
 
