@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,7 @@ CASES: dict[str, tuple[str, int | None, dict[str, Any], dict[str, str]]] = {
     "all fits": ("llama_tied", None, {}, {}),
     "two granules, on disk": ("llama_tied", 2, {}, ON_DISK),
     "at once, two granules": ("llama_tied", 2, AT_ONCE, ON_DISK),
-    "experts, on disk": ("mixtral", 2, {}, ON_DISK),
-}
-SLOW_CASES: dict[str, tuple[str, int | None, dict[str, Any], dict[str, str]]] = {
+    "experts": ("mixtral", 2, {}, ON_DISK),
     "untied": ("llama", None, {}, {}),
     "three granules": ("llama_tied", 3, {}, {}),
     "four granules, selective": ("llama", 4, LAST, ON_DISK),
@@ -150,8 +149,16 @@ SLOW_CASES: dict[str, tuple[str, int | None, dict[str, Any], dict[str, str]]] = 
 }
 
 
-@pytest.mark.parametrize("grouped", [pytest.param(True, id="together"), pytest.param(False, id="apart")])
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)])
+QUICK = [("all fits", True), ("two granules, on disk", False), ("at once, two granules", True), ("experts", False)]
+WAYS = [
+    pytest.param(
+        *way, id=f"{way[0]}, {'together' if way[1] else 'apart'}", marks=() if way in QUICK else pytest.mark.slow
+    )
+    for way in itertools.product(CASES, (True, False))
+]
+
+
+@pytest.mark.parametrize(("case", "grouped"), WAYS)
 def test_a_run_is_that_of_the_cpu(
     case: str, grouped: bool, root: Path, tmp_path: Path, small_granules: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +166,7 @@ def test_a_run_is_that_of_the_cpu(
     predicted ones."""
     if not grouped:
         monkeypatch.setattr(schedule, "_pack", lambda sizes, most: tuple((i,) for i in range(len(sizes))))
-    name, granules, options, places = (CASES | SLOW_CASES)[case]
+    name, granules, options, places = CASES[case]
     folder = folder_of(root, name)
     cpu = Run(folder, tmp_path / "cpu", None, **options).steps()
     budgets = {} if granules is None else windows(folder, tmp_path / "size", granules, **options)
@@ -185,10 +192,10 @@ def test_evaluating_generating_saving_and_going_on(
 ) -> None:
     folder = folder_of(root, name)
     cpu = Run(folder, tmp_path / "cpu", None, **options).steps(last=2, between=True)
-    more = Run(folder, tmp_path / "cpu", None, **options).steps(2, 3, between=True)
+    more = Run(folder, tmp_path / "cpu", None, **options).steps(2, 3)
     options = options | windows(folder, tmp_path / "size", 3, **options)
     Run(folder, tmp_path / "device", SimulatedAccelerator(), **options).steps(last=2, between=True).assert_like(cpu)
-    Run(folder, tmp_path / "device", SimulatedAccelerator(), **options).steps(2, 3, between=True).assert_like(more)
+    Run(folder, tmp_path / "device", SimulatedAccelerator(), **options).steps(2, 3).assert_like(more)
 
 
 def test_what_trained_is_computed_with_on_an_accelerator(root: Path, tmp_path: Path, small_granules: int) -> None:

@@ -103,6 +103,21 @@ def test_ram_only_passes_weights_on_to_a_device_that_holds_all(resident: bool) -
         plan_budget(replace(GPU, resident=True, device_free=2 * GB))
 
 
+def test_behind_a_device_that_holds_all_ram_holds_what_changes() -> None:
+    plan = plan_budget(replace(GPU, returning=GB))
+    assert plan.device == GPU.total and plan.ram == GB + GPU.smallest
+    assert plan.ram_left == 8 * GB - 8 * GB // 20 - GPU.ram_held - plan.ram
+    assert plan_budget(replace(GPU, returning=2 * GB)).ram == GPU.total
+
+
+def test_rows_take_nothing_of_a_device() -> None:
+    there = replace(GPU, device_total=GB, device_smallest=30_000_000)
+    assert plan_budget(there).device == GB
+    assert plan_budget(replace(there, weights_vram=30_000_000)).device == 30_000_000
+    with pytest.raises(BudgetError, match="weights_vram gives 29,999,999 bytes, the smallest window needs 30,000,000"):
+        plan_budget(replace(there, weights_vram=29_999_999))
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.integers(1, 20 * GB),

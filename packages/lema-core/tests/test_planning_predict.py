@@ -174,6 +174,14 @@ def test_a_step_in_steady_state_reads_what_a_palindrome_must() -> None:
     assert everything.plan.near.loads == () and everything.near_before.keys() == set(range(10))
 
 
+def test_what_changes_in_ram_is_copied_anew_in_each_step() -> None:
+    """To a device that holds everything; where RAM is the device's, nothing moves."""
+    step = Trace("palindrome", (*range(10), *reversed(range(10))))
+    plan = steady_step(step, 10, 10, 8, changing={2, 3, 7}).plan
+    assert [load.granule for load in plan.near.loads] == [2, 3, 7] and plan.far.loads == ()
+    assert steady_step(step, 10, None, 8, changing={2, 3, 7}).plan.near.loads == ()
+
+
 # -- against the engine
 
 
