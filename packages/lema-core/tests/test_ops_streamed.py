@@ -245,10 +245,10 @@ def test_the_kernel_widens_block_by_block_and_reuses_its_scratch() -> None:
     out = torch.empty(200, 3)
     kernel.forward(weight, x, out)
     torch.testing.assert_close(out, weight.float() @ x, rtol=1e-5, atol=1e-3)
-    held = kernel._scratch.data_ptr()
+    scratch = kernel._scratch[torch.float32]
     dx = torch.full((1 << 14, 3), float("nan"))
     kernel.input_gradient(weight, out, dx, first=True)
     torch.testing.assert_close(dx, weight.float().t() @ out, rtol=1e-5, atol=1e-2)
     kernel.input_gradient(weight, out, dx, first=False)
     torch.testing.assert_close(dx, 2 * (weight.float().t() @ out), rtol=1e-5, atol=1e-2)
-    assert kernel._scratch.data_ptr() == held and kernel._scratch.numel() < weight.numel()
+    assert kernel._scratch[torch.float32] is scratch and scratch.numel() < weight.numel()
