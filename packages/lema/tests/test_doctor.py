@@ -20,11 +20,15 @@ from lema_core.plugins import get_plugin_manager
 from lema_core.records import Kernel, QuantBackend
 
 
-def test_needs_no_model_and_answers_every_question(capsys: pytest.CaptureFixture[str]) -> None:
+def test_needs_no_model_and_answers_every_question(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "sideways")
     assert main(["task=doctor"]) == 0
     text = capsys.readouterr().out
     for found in ("torch", "threads", "this process may use", "disk free here", "lema_step_finished"):
         assert found in text
+    assert "OMP_WAIT_POLICY=sideways\n" in text
     assert re.search(r"^  cpu +yes computes", text, re.MULTILINE)
     for device in ("cuda", "mps", "xpu"):
         assert re.search(rf"^  {device}\S* +(yes|no ) \S", text, re.MULTILINE)
@@ -39,8 +43,15 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", given)
-    child = subprocess.run([sys.executable, "-m", "lema", "task=doctor"], capture_output=True, text=True, check=True)
-    assert f"OMP_WAIT_POLICY={expected}\n" in child.stdout
+    # --version ends before torch is loaded, which is when it must have been said
+    code = (
+        "import atexit, os, runpy, sys\n"
+        "sys.argv = ['lema', '--version']\n"
+        "atexit.register(lambda: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules))\n"
+        "runpy.run_module('lema', run_name='__main__')"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout.splitlines()[1:] == [f"{expected} False"]
 
 
 def test_every_no_has_a_reason() -> None:
