@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lema_core import atomic
@@ -138,6 +139,9 @@ def test_the_folder_is_a_model_that_is_read_back(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(stored(tmp_path / "out"))
     assert index["metadata"]["total_size"] == made.report.bytes_after
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata()["format"] == "pt"
     manifest, original = read_manifest(tmp_path / "out"), stored(base)
     assert set(manifest.tensors) == set(original)
     for name, info in manifest.tensors.items():

@@ -26,6 +26,10 @@ _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|del)-(?P<pid>\d{1,9})"
 _PARTIAL = re.compile(r".+\.(?P<pid>\d{1,9})\.partial")
 
 
+class NoRoomError(CheckpointError):
+    """The disk has, or leaves, too little room."""
+
+
 @contextmanager
 def atomic_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
     """Yields an empty folder to write into; on leaving, it becomes ``final``, replacing what was there as a whole.
@@ -164,10 +168,10 @@ def clean_leftovers(parent: Path, name: str | None = None) -> list[str]:
 
 
 def check_free_space(path: Path, needed_bytes: int) -> None:
-    """Raises CheckpointError with path, needed and free bytes if the disk ``path`` is or will be on has too little."""
+    """Raises NoRoomError with path, needed and free bytes if the disk ``path`` is or will be on has too little."""
     free_bytes = _free_bytes(path)
     if free_bytes < needed_bytes:
-        raise CheckpointError(f"{path}: {needed_bytes} bytes needed, {free_bytes} bytes free on its disk: make room")
+        raise NoRoomError(f"{path}: {needed_bytes} bytes needed, {free_bytes} bytes free on its disk: make room")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -193,7 +197,7 @@ def _explained(final: Path, needed_bytes: int) -> Iterator[None]:
             raise
         if cause.errno not in _FULL:
             raise CheckpointError(f"{final}: cannot be written: {cause.strerror or cause}") from error
-        raise CheckpointError(
+        raise NoRoomError(
             f"{final}: cannot be written: {cause.strerror}: {needed_bytes} bytes needed, {_free_bytes(final)} bytes "
             "free on its disk: make room, or raise the limit on file sizes"
         ) from error

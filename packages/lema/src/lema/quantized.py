@@ -14,7 +14,7 @@ from typing import TextIO
 
 from lema.config import LemaConfig
 from lema.display import byte_progress
-from lema_core.atomic import write_json
+from lema_core.atomic import NoRoomError, write_json
 from lema_core.cache import cache_folder
 from lema_core.checkpoint import Manifest, read_hf_config
 from lema_core.errors import CheckpointError, ConfigError
@@ -67,8 +67,8 @@ def quantized_copy(config: LemaConfig, base: Manifest) -> QuantizedCheckpoint | 
         copy = finished(plan, folder)
         try:
             copy = copy or write_with_progress(plan, folder, sys.stderr)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; LEMA_CACHE says where quantized weights go") from error
+        except NoRoomError as error:
+            raise NoRoomError(f"{error}, or set LEMA_CACHE to a larger disk") from error
         request.keep(folder, said)
     for line in copy.report.warnings:
         warnings.warn(line, stacklevel=2)
