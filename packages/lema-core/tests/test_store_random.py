@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -158,9 +159,20 @@ def updates_of(case: Case):
     return toy_updates(case.config, chosen, 2, case.lora_dropout, case.seed)
 
 
-@settings(max_examples=60, **QUICK)
+@settings(max_examples=25, **QUICK)
 @given(cases)
 def test_streaming_equals_residence_bit_for_bit_and_moves_what_the_plan_says(case: Case) -> None:
+    streaming_equals_residence(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, **QUICK)
+@given(cases)
+def test_streaming_equals_residence_in_many_cases(case: Case) -> None:
+    streaming_equals_residence(case)
+
+
+def streaming_equals_residence(case: Case) -> None:
     with tempfile.TemporaryDirectory() as name:
         tensors = write_toy(Path(name), case.config, case.seed, case.dtypes, case.n_files, case.padding_bytes)
         resident = open_toy(
@@ -221,9 +233,20 @@ walks = st.builds(
 )
 
 
-@settings(max_examples=200, **QUICK)
+@settings(max_examples=80, **QUICK)
 @given(walks)
 def test_any_order_of_borrows_gets_the_files_bytes_also_after_an_abandoned_step(walk: Walk) -> None:
+    borrows_get_the_files_bytes(walk)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, **QUICK)
+@given(walks)
+def test_many_orders_of_borrows_get_the_files_bytes(walk: Walk) -> None:
+    borrows_get_the_files_bytes(walk)
+
+
+def borrows_get_the_files_bytes(walk: Walk) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "w.safetensors"
         generator = torch.Generator().manual_seed(len(walk.order))
