@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
 import sys
 import textwrap
 import time
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lema import LemaConfig, LemaModel
+from lema.cli import main
 from lema_core import hookspecs
 from lema_core.adapter import ModelAdapter
 from lema_core.errors import CheckpointError, ConfigError
@@ -198,16 +198,20 @@ def write_mixtral(folder: Path) -> Path:
     return folder
 
 
-def test_on_the_command_line(llamas: Any, tmp_path: Path) -> None:
+def test_on_the_command_line(
+    llamas: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: another one would import torch for each command."""
+    monkeypatch.chdir(tmp_path)
     ids = [{"input_ids": rows(step)[0].tolist()} for step in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ids))
     arguments = (
         f"model_name_or_path={llamas.folder()}", "train_file=rows.jsonl", "training_mode=badam", "device=cpu",
         "method_options={switch_block_every:2,switch_mode:ascending}", "save_steps=3", "output_dir=out",
     )  # fmt: skip
-    said = run(tmp_path, *arguments, "max_steps=3")
-    assert "one of 6 blocks at a time, 2 steps each, in ascending order" in said.stdout + said.stderr
-    run(tmp_path, *arguments, "max_steps=6", "resume=auto")
+    assert main([*arguments, "max_steps=3"]) == 0
+    assert "one of 6 blocks at a time, 2 steps each, in ascending order" in "".join(capfd.readouterr())
+    assert main([*arguments, "max_steps=6", "resume=auto"]) == 0
     steps = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     delta = load_file(tmp_path / "out/checkpoint-6/delta.safetensors")
@@ -215,15 +219,10 @@ def test_on_the_command_line(llamas: Any, tmp_path: Path) -> None:
     assert moved and all(
         name.startswith(("model.embed_tokens", "model.layers.0.", "model.layers.1.")) for name in moved
     )
-    refused = run(tmp_path, *arguments, "method_options={layers_per_blok:2}", "output_dir=other", code=2)
-    assert "did you mean 'layers_per_block'?" in refused.stderr and "Traceback" not in refused.stderr
-
-
-def run(folder: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lema", *arguments]
-    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
-    assert found.returncode == code, found.stderr
-    return found
+    capfd.readouterr()
+    assert main([*arguments, "method_options={layers_per_blok:2}", "output_dir=other"]) == 2
+    said = capfd.readouterr().err
+    assert "did you mean 'layers_per_block'?" in said and "Traceback" not in said
 
 
 def test_the_method_in_the_hooks_example_trains(llamas: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
