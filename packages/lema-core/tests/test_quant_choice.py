@@ -195,6 +195,16 @@ def test_nobody_can_serve() -> None:
         manager_of(GONE).choose_quant_backend("gone", 8)
 
 
+def test_what_a_backend_raises_is_its_reason() -> None:
+    def fails(device_type: str) -> str | None:
+        raise RuntimeError("driver\nlost")
+
+    choice = manager_of(*CUSTOM, QuantBackend("ill", 8, "int8", "made_up_codecs:Int8", 5, fails)).choose_quant_backend(
+        "ill", 8
+    )
+    assert choice.missed == "quant_backend=ill: RuntimeError: driver lost; custom (int8) takes its place"
+
+
 def test_formats_by_name() -> None:
     manager = manager_of(*CUSTOM, OWN, QuantBackend("liar", 8, "liar8", "made_up_codecs:Own"))
     assert type(manager.wire_format("own8")) is Own and manager.wire_format("nf4").name == "nf4"

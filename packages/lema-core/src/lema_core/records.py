@@ -100,3 +100,6 @@ class QuantBackend:
     codec: str
     priority: int = 0
     unavailable: Callable[[str], str | None] = lambda device_type: None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.format})"

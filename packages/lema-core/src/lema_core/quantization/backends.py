@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ class WeightQuantizer:
         self._device_type = device_type
         self._warn = warn
         self._said: set[object] = set()
+        self._lock = threading.Lock()
         self._choices: dict[tuple[int | None, str | None], QuantChoice] = {}
         self._codecs: dict[QuantBackend, WeightCodec | None] = {}
 
@@ -66,13 +68,13 @@ class WeightQuantizer:
             else:
                 able.append((record, codec))
         if not able:
-            listed = "; ".join(f"{_label(record)}: {reason}" for record, reason in reasons.items())
+            listed = "; ".join(f"{record}: {reason}" for record, reason in reasons.items())
             raise ConfigError(f"a weight of {list(shape)} cannot be quantized: {listed}")
         if choice.backend in reasons:
             self._say(
                 (choice.backend, "refuses"),
-                f"{_label(choice.backend)} does not take a weight of {list(shape)}: {reasons[choice.backend]}; "
-                f"{_label(able[0][0])} takes such ones",
+                f"{choice.backend} does not take a weight of {list(shape)}: {reasons[choice.backend]}; "
+                f"{able[0][0]} takes such ones",
             )
         return ChosenCodec(able, self._say)
 
@@ -83,13 +85,15 @@ class WeightQuantizer:
                 self._codecs[record] = load_object(record.codec)()
             except Exception as error:
                 self._codecs[record] = None
-                self._say(record, f"{_label(record)} cannot be loaded: {_text(error)}")
+                self._say(record, f"{record} cannot be loaded: {_text(error)}")
         return self._codecs[record]
 
     def _say(self, key: object, line: str) -> None:
-        if key not in self._said:
+        with self._lock:  # blocks are encoded by several threads
+            if key in self._said:
+                return
             self._said.add(key)
-            self._warn(line)
+        self._warn(line)
 
 
 class ChosenCodec(WeightCodec):
@@ -113,14 +117,10 @@ class ChosenCodec(WeightCodec):
             except Exception as error:
                 self._say(
                     (record, "fails"),
-                    f"{_label(record)} fails on {list(weight_rK.shape)} {weight_rK.dtype}: {_text(error)}; "
-                    f"{_label(next_record)} takes its place",
+                    f"{record} fails on {list(weight_rK.shape)} {weight_rK.dtype}: {_text(error)}; "
+                    f"{next_record} takes its place",
                 )
         return self._codecs[-1][1].encode(weight_rK, parts)
-
-
-def _label(record: QuantBackend) -> str:
-    return f"{record.name} ({record.format})"
 
 
 def _text(error: BaseException) -> str:

@@ -57,14 +57,14 @@ def choose(
     named = [each for each in serving.values() if name in (AUTO, each.name)]
     sentences, usable = [], []
     for record in named:
-        if (reason := record.unavailable(device_type)) is not None:
+        if (reason := _unavailable(record, device_type)) is not None:
             sentences.append(f"{record.name}: {reason}")
         else:
             usable.append(record)
             if answer is None:
                 break
     if not named:
-        others = [each for each in records if each.name == name and each.unavailable(device_type) is None]
+        others = [each for each in records if each.name == name and _unavailable(each, device_type) is None]
         sentences.append(f"{name}: has no {wanted}" + (f", only {_listed(others)}" if others else ""))
     if len(usable) > 1 and answer is not None:
         usable = [_picked(answer, usable)]
@@ -75,8 +75,8 @@ def choose(
         raise PluginError(f"no backend can quantize to {wanted}: {'; '.join(sentences)}{left_out}")
     missed = None
     if name not in (AUTO, backends[0].name):
-        missed = f"quant_backend={name}: {sentences[0].partition(': ')[2]}; {_label(backends[0])} takes its place"
-    return QuantChoice(backends, (*sentences, f"{_label(backends[0])}: chosen"), missed)
+        missed = f"quant_backend={name}: {sentences[0].partition(': ')[2]}; {backends[0]} takes its place"
+    return QuantChoice(backends, (*sentences, f"{backends[0]}: chosen"), missed)
 
 
 def _defaults(records: Sequence[QuantBackend]) -> dict[str, QuantBackend]:
@@ -90,7 +90,7 @@ def _defaults(records: Sequence[QuantBackend]) -> dict[str, QuantBackend]:
 def _stand_ins(records: Sequence[QuantBackend], meant: QuantBackend, device_type: str) -> list[QuantBackend]:
     """Records of FALLBACK: that of the format which weights were to get, and its default for as many bits, which takes
     shapes that the format refuses."""
-    own = [each for each in records if each.name == FALLBACK and each.unavailable(device_type) is None]
+    own = [each for each in records if each.name == FALLBACK and _unavailable(each, device_type) is None]
     return [
         *(each for each in own if each.format == meant.format),
         *[each for each in own if each.bits == meant.bits][:1],
@@ -111,8 +111,12 @@ def _what(bits: int | None, format: str | None) -> str:
     return format if bits is None else f"{bits} bits" if format is None else f"{format} of {bits} bits"
 
 
-def _label(record: QuantBackend) -> str:
-    return f"{record.name} ({record.format})"
+def _unavailable(record: QuantBackend, device_type: str) -> str | None:
+    """Why it cannot serve here; None when it can. What a plugin raises instead of saying so is a reason too."""
+    try:
+        return record.unavailable(device_type)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
 
 
 def _listed(records: Sequence[QuantBackend]) -> str:
@@ -120,5 +124,5 @@ def _listed(records: Sequence[QuantBackend]) -> str:
         return "none; packages/lema-quant brings some"
     by_bits: dict[int, list[str]] = {}
     for record in records:
-        by_bits.setdefault(record.bits, []).append(_label(record))
+        by_bits.setdefault(record.bits, []).append(str(record))
     return "; ".join(f"{bits} bits: {', '.join(names)}" for bits, names in sorted(by_bits.items(), reverse=True))
