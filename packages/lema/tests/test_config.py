@@ -146,7 +146,7 @@ def test_spellings_for_a_models_own_weights(name: str, value: Any, expected: Any
         ("activations_ram", "0", "greater than 0"),
         ("weights_bits", 7, "8 or 4 or null"),
         ("weights_bits", True, "8 or 4 or null"),
-        ("quant_backend", "torchoa", "auto, custom, torchao, quanto, bitsandbytes; did you mean 'torchao'?"),
+        ("quant_backend", "torchoa", "what exists: auto, custom, torchao, quanto, bitsandbytes"),
         ("weights_format", "int4_32", "did you mean 'int4-32'?"),
         ("weights_compute", "int8", "auto, dequant, w8a8"),
         ("quant_exclude", [""], "[down_proj,lm_head]"),
