@@ -86,6 +86,9 @@ class LemaModel:
         self.quantized = quantized_copy(config, self._manifest)
         self._bound = self._originals
         if self.quantized is not None:
+            if self.quantized.made:
+                # what quantizing took is the run's again
+                self._device.trim()
             self._bound = bind_tensors(read_manifest(self.quantized.path), self.adapter)
         self._model = cut_model(self.adapter, self._bound)
         #: what trains; None before initialize_training() and load_lora()
