@@ -18,6 +18,7 @@ from lema_core.device import Device
 from lema_core.errors import BudgetError, TransferError
 from lema_core.runtime import schedule
 from lema_core.runtime.runner import ModelRunner
+from lema_core.store.trace import Trace
 from lema_core.testing.simulated import SimulatedAccelerator
 
 SIZES = {
@@ -280,6 +281,27 @@ def test_a_gradient_whose_copy_failed_is_named(root: Path, tmp_path: Path, monke
         ):
             for step in range(2):
                 trainer.train_step(rows(step), return_logits=False)
+
+
+@pytest.mark.parametrize("device", [None, SimulatedAccelerator])
+def test_a_pass_that_uses_few_weights_updates_all(device: Any, root: Path, tmp_path: Path, small_granules: int) -> None:
+    """What it does not use is newer in its slot than in its file by then."""
+    logits = []
+    for partly in (False, True):
+        with Run(folder_of(root, "llama"), tmp_path / str(partly), device and device()).open() as model:
+            model.initialize_training()
+            trainer, store = model.get_trainer(), model.runner.store
+            for step in range(2):
+                trainer.train_step(rows(step), return_logits=False)
+            if partly:
+                part = store.parts("lm_head.weight")[0]
+                store.begin_step(Trace("a part", (part.granule,)))
+                with store.borrow(part):
+                    pass
+                store.end_step()
+                assert not store.updates.pending
+            logits.append(model.logits(rows(99)))
+    assert torch.equal(*logits)
 
 
 @pytest.mark.gpu

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
 from queue import SimpleQueue
-from threading import Condition, Thread
+from threading import Thread
 
-from lema_core.device import Device, Event
+from lema_core.device import Device
 from lema_core.errors import LemaError, PlanError, TransferError
 from lema_core.store.disk import DiskReader, shown
 from lema_core.store.granules import Granule
 from lema_core.store.model import Region
+from lema_core.store.passes import Abandoned, Run, RunView, Stopped
 from lema_core.store.step_plan import StepPlan, numbered, plan_step
 from lema_core.store.trace import Trace
-from lema_core.store.updates import Abandoned, Use, WeightUpdates
+from lema_core.store.updates import WeightUpdates
 from lema_core.store.window import Window
 
 #: how long an abandoned step is waited for; a read that hangs longer is left to its (daemon) thread
@@ -31,86 +30,6 @@ _PATIENCE_S = 2.0
 _LEAVE_S = 0.2
 #: plans that are kept: of a step that repeats itself, also between evaluations, few are needed
 _KEPT_PLANS = 16
-
-
-@dataclass
-class _Run:
-    """One step under way. ``near_slots``, ``far_slots``: where in its window each slot of the plan is. ``loaded``,
-    ``staged``: loads completed from the front; guarded by ``changed``.
-
-    With a far window, a near load is completed when its copy is queued: ``arrived`` are those that compute has waited
-    for.
-    """
-
-    trace: Trace
-    plan: StepPlan
-    near_slots: Sequence[int]
-    far_slots: Sequence[int]
-    start_event: Event
-    changed: Condition = field(default_factory=Condition)
-    released: bytearray = field(init=False)
-    release_events: dict[int, Event] = field(default_factory=dict)
-    copies: list[Event] = field(default_factory=list)
-    arrived: set[int] = field(default_factory=set)
-    loaded: int = 0
-    staged: int = 0
-    error: BaseException | None = None
-    stopped: bool = False
-    threads_busy: int = 0
-
-    def __post_init__(self) -> None:
-        self.released = bytearray(len(self.trace.accesses))
-
-
-class _Stopped(Exception):
-    """The step was abandoned; its threads drop what they were about to do."""
-
-
-class _PassView:
-    """A step under way, as updates see it: what happens in the window in RAM."""
-
-    def __init__(self, engine: TransferEngine, run: _Run) -> None:
-        self._engine = engine
-        self._run = run
-        self._has_far = run.plan.far is not None
-        self._plan = run.plan.far or run.plan.near
-        self._slots = run.far_slots if self._has_far else run.near_slots
-        self._loaded = {load.granule for load in self._plan.loads}
-
-    @cached_property
-    def _uses(self) -> dict[int, Use]:
-        uses = enumerate(self._run.trace.accesses)
-        if self._has_far:
-            uses = ((load.position, load.granule) for load in self._run.plan.near.loads)
-        found: dict[int, Use] = {}
-        for index, (position, granule) in enumerate(uses):
-            if granule not in found:
-                found[granule] = Use(position, self._slots[self._plan.slot_at[index]], self._plan.load_at[index])
-        return found
-
-    def uses(self) -> Mapping[int, Use]:
-        return self._uses
-
-    def stays(self, granule: int) -> bool:
-        # given up without being loaded again: only in a pass that goes one way
-        return granule not in self._loaded and granule in self._plan.resident
-
-    def last_slot(self, granule: int) -> int | None:
-        slot = self._plan.resident.get(granule)
-        return None if slot is None else self._slots[slot]
-
-    def await_load(self, load: int) -> None:
-        run = self._run
-        try:
-            self._engine._wait(run, lambda: (run.staged if self._has_far else run.loaded) > load)
-        except _Stopped:
-            raise Abandoned from None
-
-    def await_copies(self, granule: int) -> None:
-        if self._has_far:
-            loads = [index for index, load in enumerate(self._run.plan.near.loads) if load.granule == granule]
-            if loads:
-                self._engine._device.host_wait(self._run.copies[loads[-1]])
 
 
 class TransferEngine:
@@ -137,9 +56,9 @@ class TransferEngine:
         self.far = far
         self._prefetch_distance = prefetch_distance
         self._plans: OrderedDict[object, StepPlan] = OrderedDict()
-        self._run: _Run | None = None
-        self._disk_jobs: SimpleQueue[_Run | None] = SimpleQueue()
-        self._link_jobs: SimpleQueue[_Run | None] = SimpleQueue()
+        self._run: Run | None = None
+        self._disk_jobs: SimpleQueue[Run | None] = SimpleQueue()
+        self._link_jobs: SimpleQueue[Run | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._serve, args=(self._disk_jobs, self._read_ahead), name="lema-disk", daemon=True)
         ]
@@ -183,10 +102,10 @@ class TransferEngine:
         if self._updates is not None:
             self._updates.settle()
         far_slots = _places(self.far) if self.far is not None else ()
-        run = _Run(trace, self.plan(trace), _places(self.near), far_slots, self._device.record())
+        run = Run(trace, self.plan(trace), _places(self.near), far_slots, self._device.record())
         run.threads_busy = len(self._threads)
         if self._updates is not None:
-            self._updates.begin(_PassView(self, run))
+            self._updates.begin(RunView(run, self._device))
         self._run = run
         self._disk_jobs.put(run)
         if self.far is not None:
@@ -217,7 +136,7 @@ class TransferEngine:
                 raise run.error or PlanError("a step was abandoned") from None
         return run.near_slots[run.plan.near.slot_at[position]]
 
-    def _await_load(self, run: _Run, load: int) -> None:
+    def _await_load(self, run: Run, load: int) -> None:
         wanted = run.plan.near.loads[load]
         if wanted.after >= 0 and not run.released[wanted.after]:
             # Only the caller can release it, and the caller is here: waiting would never end.
@@ -228,7 +147,7 @@ class TransferEngine:
             run.changed.wait_for(lambda: run.loaded > load or run.error is not None)
         self.wait_s += time.perf_counter() - started
 
-    def _await_copy(self, run: _Run, load: int) -> None:
+    def _await_copy(self, run: Run, load: int) -> None:
         started = time.perf_counter()
         granule = self._granules[run.plan.near.loads[load].granule]
         with _naming(granule, "copying to the device"):
@@ -281,7 +200,7 @@ class TransferEngine:
         """A thread hangs in a read of an abandoned step; no step can begin before it is back."""
         return self._run is not None and self._run.stopped
 
-    def _end_run(self, run: _Run, patience_s: float | None) -> Exception | None:
+    def _end_run(self, run: Run, patience_s: float | None) -> Exception | None:
         """Wait for the threads and for queued copies; returns a copy's error. A copy that failed leaves its slot
         empty. A thread that stays busy longer than ``patience_s`` keeps the run, so that it meets no other step."""
         with run.changed:
@@ -314,7 +233,7 @@ class TransferEngine:
         for thread in self._threads:
             thread.join(_LEAVE_S if self.stuck else None)
 
-    def _current(self) -> _Run:
+    def _current(self) -> Run:
         if self._run is None or self._run.stopped:
             raise PlanError("weights are borrowed outside a planned step")
         return self._run
@@ -323,7 +242,7 @@ class TransferEngine:
         while (run := jobs.get()) is not None:
             try:
                 work(run)
-            except _Stopped:
+            except Stopped:
                 pass
             except BaseException as error:
                 with run.changed:
@@ -332,23 +251,16 @@ class TransferEngine:
                 run.threads_busy -= 1
                 run.changed.notify_all()
 
-    def _wait(self, run: _Run, ready: Callable[[], bool]) -> None:
-        """Until ``ready()``. Raises _Stopped as soon as the step is abandoned or has failed, ready or not."""
-        with run.changed:
-            run.changed.wait_for(lambda: ready() or run.stopped or run.error is not None)
-            if run.stopped or run.error is not None:
-                raise _Stopped
-
-    def _read_ahead(self, run: _Run) -> None:
+    def _read_ahead(self, run: Run) -> None:
         window, plan, slots = self.near, run.plan.near, run.near_slots
         if self.far is not None:
             window, plan, slots = self.far, run.plan.far, run.far_slots
         for load in plan.loads:
             granule, slot = self._granules[load.granule], slots[load.slot]
             if self.far is None:
-                self._wait(run, lambda after=load.after: after < 0 or run.released[after])
+                run.wait(lambda after=load.after: after < 0 or run.released[after])
             else:
-                self._wait(run, lambda after=load.after: run.loaded > after)
+                run.wait(lambda after=load.after: run.loaded > after)
                 if load.after >= 0:
                     with _naming(self._granules[run.plan.near.loads[load.after].granule], "copying to the device"):
                         self._device.host_wait(run.copies[load.after])
@@ -369,11 +281,10 @@ class TransferEngine:
                     run.staged += 1
                 run.changed.notify_all()
 
-    def _copy_ahead(self, run: _Run) -> None:
+    def _copy_ahead(self, run: Run) -> None:
         for index, load in enumerate(run.plan.near.loads):
             staged = run.plan.far.load_at[index]
-            self._wait(
-                run,
+            run.wait(
                 lambda staged=staged, after=load.after: run.staged > staged and (after < 0 or run.released[after]),
             )
             if self._updates is not None:
@@ -407,7 +318,7 @@ def _giving_up() -> Iterator[None]:
     try:
         yield
     except Abandoned:
-        raise _Stopped from None
+        raise Stopped from None
 
 
 @contextmanager

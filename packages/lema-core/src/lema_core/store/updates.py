@@ -31,6 +31,7 @@ from lema_core.store.granules import Part
 from lema_core.store.masters import Masters
 from lema_core.store.model import Region, TrainedGranule, numbers_of
 from lema_core.store.moments import Moments
+from lema_core.store.passes import Abandoned, PassView, Use
 
 
 class Decision(Protocol):
@@ -39,16 +40,6 @@ class Decision(Protocol):
     def apply(self, tensor: str, weights: Tensor, gradient: Tensor, states: Sequence[Tensor]) -> None:
         """In place, of a part of a tensor: flat fp32 of one length. Called from a thread beside the compute, which it
         must not disturb: one thread of its own is what it may use."""
-
-
-@dataclass(frozen=True)
-class Use:
-    """Where a pass uses a granule first: for access ``position``, in ``slot``, once ``load`` is carried out (-1: it is
-    there)."""
-
-    position: int
-    slot: int
-    load: int
 
 
 @dataclass(frozen=True)
@@ -61,30 +52,6 @@ class _Job:
     load: int = -1
     stays: bool = False
     used: bool = False
-
-
-class PassView(Protocol):
-    """What an update needs to know of a pass under way, about granules of the announced region and slots of the window
-    in RAM. Where the device has a window of its own, it is copying that uses them."""
-
-    def uses(self) -> Mapping[int, Use]:
-        """By granule."""
-
-    def stays(self, granule: int) -> bool:
-        """What is in its slot before the pass is there all the time until it is over."""
-
-    def await_load(self, load: int) -> None:
-        """Returns when it is carried out; raises Abandoned when the pass is."""
-
-    def await_copies(self, granule: int) -> None:
-        """Returns when the copies of the granule that the pass makes are there; all of them are on their way."""
-
-    def last_slot(self, granule: int) -> int | None:
-        """Where a granule that the pass does not use any more stays until its end; None where it does not."""
-
-
-class Abandoned(Exception):
-    """The pass that updates were applied in was given up."""
 
 
 class WeightUpdates:
@@ -175,8 +142,11 @@ class WeightUpdates:
         # Rows of a table are looked up in its slots or in the file, never in both.
         apart = frozenset() if all(map(view.stays, self._shared)) else self._shared
         self._view, self._stays = view, lambda granule: view.stays(granule) and granule not in apart
-        self._save(lambda granule: not self._stays(granule))
-        jobs = sorted(self._planned(view.uses()), key=lambda found: (found[0], found[1].number))
+        uses = view.uses()
+        # What the pass does not use changes in the file, where the rest may be.
+        in_file = {self.model.trained[number].granule.index for number in self._pending} - uses.keys()
+        self._save(lambda granule: granule in in_file or not self._stays(granule))
+        jobs = sorted(self._planned(uses), key=lambda found: (found[0], found[1].number))
         ordered = [job for _, job in jobs]
         if not ordered:
             return
