@@ -37,7 +37,9 @@ COMMON = (
     "-Wextra",
 )
 #: files of this ending are compiled for these instructions and entered only where the CPU has them
-BY_ENDING = {"_avx2": ("-mavx2", "-mfma", "-mf16c")}
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+VNNI = (*AVX2, "-mavx512f", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256")
+BY_ENDING = {"_avx2": AVX2, "_vnni": VNNI}
 X86_64 = ("x86_64", "amd64")
 #: one binary for the oldest devices served, and what newer ones translate when a kernel is first loaded
 NVCC = (
@@ -78,15 +80,23 @@ def build_cpu(objects: Path, library: Path) -> str:
     cxx = compiler()
 
     def compile_one(source: Path) -> str:
-        flags = next((flags for ending, flags in BY_ENDING.items() if source.stem.endswith(ending)), ())
+        flags = next((flags for ending, flags in by_ending.items() if source.stem.endswith(ending)), ())
         made = str(objects / f"{source.stem}.o")
         run(cxx, *COMMON, *flags, "-c", str(source), "-o", made)
+def knows(cxx: str, flags: tuple[str, ...]) -> bool:
+    """Whether the compiler takes these flags: what is compiled for newer instructions is left out where it does not."""
+    command = (cxx, *flags, "-x", "c++", "-E", os.devnull)
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
         return made
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = list(pool.map(compile_one, sorted((CSRC / "cpu").glob("*.cpp"))))
     run(cxx, "-shared", "-pthread", *made, "-o", str(library))
     return run(cxx, "--version").splitlines()[0]
+    by_ending = BY_ENDING if knows(cxx, VNNI) else {"_avx2": AVX2}
+
 
 
 def nvcc() -> str:

@@ -470,7 +470,7 @@ def test_the_library_refuses_what_is_wrong_before_it_computes(
 
     assert [forward(), forward(spare=-1), forward(transposed=1)] == [0, 2, 0]
     for wrong in (
-        {"dtype": 3},
+        {"dtype": 8},
         {"rows": -1},
         {"right_stride": 3},
         {"out_stride": 3},

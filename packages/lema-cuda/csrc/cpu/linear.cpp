@@ -3,6 +3,8 @@
 #include "linear.h"
 
 #include "../include/lema.h"
+#include "features.h"
+#include "int8.h"
 #include "pool.h"
 
 #include <string.h>
@@ -25,6 +27,20 @@ int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step
 
 bool is_aligned(const float *packed) { return reinterpret_cast<uintptr_t>(packed) % ALIGNMENT == 0; }
 
+bool is_four_bits(int dtype) { return dtype >= LEMA_INT4_32 && dtype <= LEMA_NF4; }
+
+// How a product is computed.
+struct Way {
+  explicit Way(const lema_product &given)
+      : int8(given.compute == LEMA_COMPUTE_INT8),
+        // the sums for few columns have the order of tiles, the dot products have not
+        few(given.n <= FEW && (given.transposed ? given.rows : given.k) > 0 && (given.transposed || !given.apart)),
+        codes(few && !given.transposed && is_four_bits(given.dtype)) {}
+  bool int8;   // b is rounded
+  bool few;    // without tiles
+  bool codes;  // dot products of four-bit codes
+};
+
 // Columns that are packed and computed at once.
 int64_t chunk_columns(const Product &p) {
   if (p.is_packed || p.inner == 0) return p.n;
@@ -38,17 +54,29 @@ int64_t strip_columns(const Product &p) {
   return round_up(at_most(WIDEST_STRIP, at_least(NARROWEST_STRIP, (p.n + wanted - 1) / wanted)), NR);
 }
 
-// Floats of the parts of the scratch: packed_b, packed_v, and for all threads packed_a, packed_u.
+// Floats of the parts of the scratch: packed_b, codes, column_scales, packed_v, and for all threads packed_a, packed_u.
 struct Parts {
-  explicit Parts(const Product &p) {
+  Parts(const Product &p, const Way &way) {
     const int64_t columns = round_up(chunk_columns(p), NR);
-    b = p.is_packed ? 0 : p.inner * columns;
+    if (way.codes) {
+      b = p.n * round_up(p.inner, CODES);
+    } else if (!p.is_packed && (way.few || !way.int8)) {
+      b = p.inner * columns;
+    }
+    if (way.int8) {
+      codes = (way.few ? p.n * round_up(p.inner, FEW_STEP) : columns * round_up(p.inner, 2)) / 2;
+      column_scales = columns;
+    }
     v = p.rank * columns;
     a = round_up(A_FLOATS, LINE_FLOATS) * p.threads;
     u = p.rank > 0 ? static_cast<int64_t>(U_FLOATS) * p.threads : 0;
+    b = round_up(b, LINE_FLOATS);
+    codes = round_up(codes, LINE_FLOATS);
   }
-  int64_t bytes() const { return static_cast<int64_t>(sizeof(float)) * (LINE_FLOATS + b + v + a + u); }
-  int64_t b, v, a, u;
+  int64_t bytes() const {
+    return static_cast<int64_t>(sizeof(float)) * (LINE_FLOATS + b + codes + column_scales + v + a + u);
+  }
+  int64_t b = 0, codes = 0, column_scales = 0, v = 0, a = 0, u = 0;
 };
 
 using Body = void (*)(void *, int);
@@ -64,19 +92,40 @@ Body body_of(int dtype, const Product &p, bool few) {
     case LEMA_F32: return body_for<LEMA_F32>(p, few);
     case LEMA_F16: return body_for<LEMA_F16>(p, few);
     case LEMA_BF16: return body_for<LEMA_BF16>(p, few);
+    case LEMA_INT8: return body_for<LEMA_INT8>(p, few);
+    case LEMA_INT4_32: return body_for<LEMA_INT4_32>(p, few);
+    case LEMA_INT4_64: return body_for<LEMA_INT4_64>(p, few);
+    case LEMA_INT4_128: return body_for<LEMA_INT4_128>(p, few);
+    case LEMA_NF4: return body_for<LEMA_NF4>(p, few);
     default: return nullptr;
   }
 }
 
-// b [inner, n] -> packed_b [n, inner]
-void pack_few(const Product &p) {
+// b [inner, n] -> target [n, inner]
+void pack_few(const Product &p, float *target) {
   for (int64_t i = 0; i < p.inner; ++i)
-    for (int64_t n = 0; n < p.n; ++n) p.packed_b[n * p.inner + i] = p.b[i * p.b_stride + n];
+    for (int64_t n = 0; n < p.n; ++n) target[n * p.inner + i] = p.b[i * p.b_stride + n];
+}
+
+// b, as it is or from pack_few(), in the order in which words of eight four-bit codes come apart: of 64 columns first
+// those of each word's first code. Zeros beyond the last column.
+void pack_for_codes(const Product &p, bool is_nf4, float *target) {
+  const int64_t swap = is_nf4 ? 1 : 0, step = p.is_packed ? 1 : p.b_stride;
+  for (int64_t n = 0; n < p.n; ++n) {
+    const float *const column = p.b + n * (p.is_packed ? p.inner : 1);
+    for (int64_t first = 0; first < p.inner; first += CODES)
+      for (int64_t code = 0; code < 8; ++code)
+        for (int64_t word = 0; word < 8; ++word) {
+          const int64_t i = first + 8 * word + (code ^ swap);
+          *target++ = i < p.inner ? column[i * step] : 0.0f;
+        }
+  }
 }
 
 Product product_of(const lema_product &given) {
   Product p{};
   p.weight = static_cast<const char *>(given.weight);
+  p.scales = static_cast<const char *>(given.scales);
   p.k = given.k;
   p.transposed = given.transposed != 0;
   p.m = p.transposed ? given.k : given.rows;
@@ -105,22 +154,30 @@ bool is_wrong(const Product &p) {
   return (!p.is_packed && p.b_stride < p.n) || p.c_stride < p.n || (p.rank > 0 && p.v_stride < p.n);
 }
 
+bool cannot_be_int8(const lema_product &given) {
+  return given.dtype != LEMA_INT8 || given.transposed || given.accumulate || given.k > MOST_CODES;
+}
+
 int multiply(const lema_product &given) {
   if (*lema_cpu_missing()) return LEMA_MISSING_FEATURE;
   Product whole = product_of(given);
-  // the sums for few columns have the order of tiles, the dot products have not
-  const bool few = whole.n <= FEW && whole.inner > 0 && (whole.transposed || !given.apart);
-  const Body body = body_of(given.dtype, whole, few);
+  const Way way(given);
+  Body body = body_of(given.dtype, whole, way.few);
   if (body == nullptr || is_wrong(whole)) return LEMA_BAD_ARGUMENT;
-  const Parts parts(whole);
+  if (way.int8 ? cannot_be_int8(given) : given.compute != LEMA_COMPUTE_F32) return LEMA_BAD_ARGUMENT;
+  const Parts parts(whole, way);
   if (given.scratch_bytes < parts.bytes()) return LEMA_SMALL_SCRATCH;
   if (whole.m == 0 || whole.n == 0) return LEMA_OK;
   const int64_t line_bytes = LINE_FLOATS * sizeof(float);
   float *const scratch = reinterpret_cast<float *>(round_up(reinterpret_cast<int64_t>(given.scratch), line_bytes));
-  whole.packed_b = whole.is_packed ? const_cast<float *>(whole.b) : scratch;
-  whole.packed_v = scratch + parts.b;
+  whole.packed_b = parts.b > 0 ? scratch : const_cast<float *>(whole.b);
+  whole.codes = reinterpret_cast<int16_t *>(scratch + parts.b);
+  whole.column_scales = scratch + parts.b + parts.codes;
+  whole.packed_v = whole.column_scales + parts.column_scales;
   whole.packed_a = whole.packed_v + parts.v;
   whole.packed_u = whole.packed_a + parts.a;
+  const Int8Bodies &int8 = INT8_VNNI.tiles != nullptr && cpu_has_vnni() ? INT8_VNNI : INT8_AVX2;
+  if (way.int8) body = way.few ? int8.few : int8.tiles;
   const int64_t step = chunk_columns(whole);
   for (int64_t column = 0; column < whole.n; column += step) {
     Job job{whole, 0};
@@ -130,7 +187,12 @@ int multiply(const lema_product &given) {
     p.v += column;
     p.c += column;
     job.strip = strip_columns(p);
-    if (few && !p.transposed && !p.is_packed) pack_few(p);
+    if (way.codes) {
+      pack_for_codes(p, given.dtype == LEMA_NF4, p.packed_b);
+    } else if (way.few && !p.transposed && !p.is_packed) {
+      pack_few(p, p.packed_b);
+    }
+    if (way.int8 && way.few) int8.round_few(p);
     run_in_pool(p.threads, body, &job);
   }
   return LEMA_OK;
@@ -141,7 +203,7 @@ int pack(Product p, bool apart) {
   if (p.inner < 0 || p.n < 0 || p.b_stride < p.n || p.threads < 1 || !is_aligned(p.packed_b)) return LEMA_BAD_ARGUMENT;
   if (p.inner == 0 || p.n == 0) return LEMA_OK;
   if (p.n <= FEW && !apart) {
-    pack_few(p);
+    pack_few(p, p.packed_b);
   } else {
     Job job{p, 0};
     run_in_pool(p.threads, run_pack, &job);
@@ -153,7 +215,7 @@ int pack(Product p, bool apart) {
 }  // namespace lema
 
 extern "C" int64_t lema_linear_scratch_bytes(const lema_product *product) {
-  return lema::Parts(lema::product_of(*product)).bytes();
+  return lema::Parts(lema::product_of(*product), lema::Way(*product)).bytes();
 }
 
 extern "C" int32_t lema_linear(const lema_product *product) { return lema::multiply(*product); }

@@ -15,6 +15,7 @@ constexpr int MC = 192;                 // rows of `a` that are packed together:
 constexpr int KC = 256;                 // inner length of a packed piece: such a sliver of b stays in the first-level cache
 constexpr int SMALLEST_BLOCK = 48;      // rows that are dealt to a thread, unless fewer are left
 constexpr int FEW = 4;                  // up to so many columns are computed without tiles
+constexpr int CODES = 64;               // four-bit codes that a dot product takes at once
 constexpr int A_SLIVER = MR * KC + 16;  // MR rows of packed `a`, with room for a store that overhangs
 constexpr int A_FLOATS = MC / MR * A_SLIVER;  // what one thread packs `a` into
 constexpr int U_FLOATS = MC * KC;             // what one thread packs `u` into
@@ -25,6 +26,7 @@ constexpr int U_FLOATS = MC * KC;             // what one thread packs `u` into
 // The inner dimension is summed in pieces: piece j is columns [j KC, (j + 1) KC) of `a` followed by the same of `u`.
 struct Product {
   const char *weight;
+  const char *scales;  // of a quantized weight
   int64_t k;  // elements of a row of the weight
   bool transposed;
   int64_t m, inner, n;
@@ -40,8 +42,11 @@ struct Product {
   int64_t rank;
   float scale;
   int threads;
-  float *packed_b;  // slivers [n / NR][inner][NR], zeros beyond n; for dot products [n][inner]
+  float *packed_b;  // slivers [n / NR][inner][NR], zeros beyond n; for dot products [n][inner], of four-bit codes in
+                    // their order, [n][inner rounded up to CODES]
   bool is_packed;   // packed_b is filled already
+  int16_t *codes;        // of b, where it is rounded to int8, see int8.h
+  float *column_scales;  // [n rounded up to NR]
   float *packed_v;  // slivers [n / NR][rank][NR]
   float *packed_a;  // A_FLOATS for each thread ...
   float *packed_u;  // ... and U_FLOATS where the rank is not 0
@@ -58,7 +63,7 @@ struct Job {
 
 inline int64_t pieces(int64_t inner) { return (inner + KC - 1) / KC; }
 
-// Bodies for run_in_pool; `job` is a Job. DTYPE is of enum lema_dtype.
+// Bodies for run_in_pool; `job` is a Job. DTYPE is of enum lema_dtype or lema_quantized;
 void run_pack(void *job, int slot);
 template <int DTYPE>
 void run_tiles(void *job, int slot);

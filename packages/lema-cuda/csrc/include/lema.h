@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 /* Raised by one with every change that an older caller would misread. */
-#define LEMA_ABI_VERSION 2
+#define LEMA_ABI_VERSION 3
 
 /* Storage formats of weights, little-endian. */
 enum lema_dtype {
@@ -30,12 +30,29 @@ enum lema_dtype {
   LEMA_BF16 = 2, /* the upper half of binary32 */
 };
 
+/* Formats of quantized weights [R, K], which go where `dtype` is asked for: codes in rows, and scales in rows beside them.
+   Four-bit rows end with a whole byte, of an odd row half used; the last group of a row may have fewer columns. */
+enum lema_quantized {
+  LEMA_INT8 = 3,     /* int8 codes in [-127, 127], one fp32 scale a row; code * scale */
+  LEMA_INT4_32 = 4,  /* the even column's code in the lower half of a byte, one bf16 scale for 32 columns of a row; */
+  LEMA_INT4_64 = 5,  /* ... for 64 */
+  LEMA_INT4_128 = 6, /* ... for 128; (code - 8) * scale */
+  LEMA_NF4 = 7       /* the even column's code in the upper half, one fp32 absmax for 64; value of NF4[code] * absmax */
+};
+
+/* What products with an int8 weight are summed in. */
+enum lema_compute {
+  LEMA_COMPUTE_F32 = 0,
+  LEMA_COMPUTE_INT8 = 1 /* "W8A8": each column of x is rounded to int8 as well, see lema_linear() */
+};
+
 enum lema_error {
   LEMA_OK = 0,
   LEMA_BAD_ARGUMENT = 1,   /* an unknown dtype, a negative size, a row stride below the row, fewer than one
                                thread, packed memory that is not aligned */
   LEMA_SMALL_SCRATCH = 2,  /* less scratch than lema_linear_scratch_bytes() says */
-  LEMA_MISSING_FEATURE = 3 /* lema_cpu_missing() is not empty */
+  LEMA_MISSING_FEATURE = 3, /* lema_cpu_missing() is not empty */
+  LEMA_NOT_FINITE = 4       /* a number that is infinite or NaN, where none can be kept */
 };
 
 LEMA_API int32_t lema_abi_version(void);
@@ -48,12 +65,18 @@ LEMA_API const char *lema_cpu_missing(void);
      out_RN  = weight_RK x_KN    + scale * factor_Rr inner_rN
      out_KN  = weight_RK^T dy_RN + scale * factor_rK^T inner_rN     where `transposed`
 
-   The weight is widened to fp32 as it is packed; everything else is fp32, products are summed in fp32. An element's
-   products are summed in an order that depends on the inner dimension (K, or R where transposed) and the rank alone,
-   so any number of threads and any neighbouring rows give the same bits; forward, four columns or fewer are summed in
-   an order of their own unless `apart`. out overlaps nothing. */
+   The weight is widened to fp32, and multiplied by its scales, as it is packed; everything else is fp32, products are
+   summed in fp32. An element's products are summed in an order that depends on the format, the inner dimension (K, or R
+   where transposed) and the rank alone, so any number of threads and any neighbouring rows give the same bits; forward,
+   four columns or fewer are summed in an order of their own unless `apart`. out overlaps nothing.
+
+   With LEMA_COMPUTE_INT8 (int8 weights, K up to 131072, neither transposed nor accumulated) a column n of x has the scale
+   s_n = max |x_kn| / 127 and the codes q_kn = x_kn / s_n, rounded half to even, in [-127, 127]; zeros where s_n is 0.
+   What is summed are the codes' products, exactly: out_rn = float(sum over k) * scale_r * s_n + the low-rank term, which
+   x itself went into. Where a column holds an infinity or NaN its results are NaN. */
 typedef struct lema_product {
-  const void *weight; /* `dtype`, contiguous, at any address */
+  const void *weight; /* `dtype`, contiguous, at any address ... */
+  const void *scales; /* ... and so are the scales of a quantized one */
   int64_t rows, k, n;
   const float *right; /* x or dy ... */
   int64_t right_stride; /* ... whose rows are so many elements apart; 0: what lema_linear_pack() made of x */
@@ -67,13 +90,14 @@ typedef struct lema_product {
   void *scratch; /* at any address */
   int64_t scratch_bytes; /* at least lema_linear_scratch_bytes() */
   float scale;
-  int32_t dtype;
+  int32_t dtype;   /* of enum lema_dtype or lema_quantized */
+  int32_t compute; /* of enum lema_compute */
   int32_t transposed, accumulate; /* accumulate: add to `out` instead of overwriting it */
   int32_t apart; /* the bits of a column do not depend on the number of columns either */
   int32_t threads; /* at most so many compute */
 } lema_product;
 
-/* Scratch of one call. Reads sizes, `right_stride` and `threads` alone. */
+/* Scratch of one call. Reads neither memory nor strides, but whether `right_stride` is 0. */
 LEMA_API int64_t lema_linear_scratch_bytes(const lema_product *product);
 
 LEMA_API int32_t lema_linear(const lema_product *product);
@@ -173,6 +197,21 @@ LEMA_API int32_t lema_read(struct lema_range *ranges, int64_t count, int64_t req
 
 /* out = source, widened to fp32. source: `dtype`, contiguous, at any address. */
 LEMA_API int32_t lema_widen(const void *source, int32_t dtype, int64_t count, float *out);
+
+/* Rows [R, K] of fp32, fp16 or bf16 numbers into a quantized `format`, each row by itself, in the calling thread; all
+   arithmetic in fp32, divisions and roundings (half to even) as IEEE 754 has them:
+
+     LEMA_INT8    scale = max |w| of the row / 127, code = round(w / scale) in [-127, 127]
+     LEMA_INT4_*  for d of -8 and -8.625: scale = m / d as bf16, m the group's number of largest magnitude (of two the
+                  negative one), code - 8 = round(w / scale) in [-8, 7]. Of the two the one with the smaller error is
+                  taken, the first where they are equal: squares of w / scale - (code - 8), summed by adding halves of
+                  the group (zeros where it is cut short), times (scale / m)^2
+     LEMA_NF4     code = how many midpoints of neighbouring values are below w * (1 / absmax), absmax at least 1e-38
+
+   Scales of zeros are 0; others are at least the smallest of their type, and so small that 127 or 8 of them are finite.
+   K is a multiple of 64 for NF4. LEMA_NOT_FINITE: codes and scales hold anything. */
+LEMA_API int32_t lema_quantize(const void *source, int32_t dtype, int64_t rows, int64_t k, int32_t format, void *codes,
+                               void *scales);
 
 /* ---- liblema_cuda, a library of its own: copies from page-locked RAM to a CUDA device.
 

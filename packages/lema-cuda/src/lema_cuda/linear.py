@@ -1,4 +1,4 @@
-"""Products with a borrowed weight, in liblema: the weight is read in its storage format.
+"""Products with a borrowed weight, in liblema: the weight is read in its storage format, quantized or not.
 
 Shapes: N tokens, K inputs, R rows of one block, r rank of a low-rank update.
 """
@@ -6,7 +6,7 @@ Shapes: N tokens, K inputs, R rows of one block, r rank of a low-rank update.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,22 @@ from torch import Tensor
 
 from lema_core.errors import PluginError
 from lema_core.ops.linear import Columns
+from lema_core.ops.w8a8 import MOST_INPUTS
+from lema_core.quantization.block import QuantizedBlock, WeightBlock
 from lema_cuda.library import open_library, raise_for
 
 #: enum lema_dtype
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+#: enum lema_quantized, by the names of wire formats
+FORMATS = {"int8": 3, "int4-32": 4, "int4-64": 5, "int4-128": 6, "nf4": 7}
+#: of enum lema_compute
+_F32, _INT8 = 0, 1
 #: of enum lema_error
 _SMALL_SCRATCH = 2
 #: beyond it, inputs are packed in parts by each product instead of once for all
 _MOST_PACKED_BYTES = 16 << 20
+#: numbers of a format that the library does not know, and rows of them, that are decoded together
+_DECODED_NUMBERS, _LEAST_ROWS = 1 << 20, 96
 
 _address, _int32, _int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
@@ -31,6 +39,7 @@ class _Product(ctypes.Structure):
 
     _fields_ = (
         ("weight", _address),
+        ("scales", _address),
         ("rows", _int64),
         ("k", _int64),
         ("n", _int64),
@@ -48,6 +57,7 @@ class _Product(ctypes.Structure):
         ("scratch_bytes", _int64),
         ("scale", ctypes.c_float),
         ("dtype", _int32),
+        ("compute", _int32),
         ("transposed", _int32),
         ("accumulate", _int32),
         ("apart", _int32),
@@ -75,12 +85,18 @@ class _Packed:
 class NativeLinear:
     """As :class:`lema_core.ops.linear.LinearKernel`, for fp32 activations on the CPU.
 
+    Quantized blocks in FORMATS are multiplied as they lie; others are decoded a few rows at a time. With
+    ``weights_compute="w8a8"`` products of int8 blocks, forward, are of inputs that are rounded to int8 as well, see
+    :mod:`lema_core.ops.w8a8`.
+
     Computes with as many threads as torch; their number changes no bit of the result, nor do the columns beside a
     segment. Not for several callers at once. Raises PluginError for tensors that it does not serve.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights_compute: str = "auto") -> None:
         self._library = open_library()
+        self._rounds_inputs = weights_compute == "w8a8"
+        self._decoded = torch.empty(0)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._free: list[Tensor] = []
 
@@ -101,7 +117,7 @@ class NativeLinear:
 
     def forward(
         self,
-        weight_RK: Tensor,
+        weight_RK: WeightBlock,
         x: Any,
         out_RN: Tensor,
         update: tuple[Tensor, Tensor, float] | None = None,
@@ -111,6 +127,11 @@ class NativeLinear:
 
         ``x``: a tensor [K, N], or what :meth:`packed` returned.
         """
+        if _is_foreign(weight_RK):
+            for some, wide in self._decode(weight_RK):
+                part = None if update is None else (update[0][some], *update[1:])
+                self.forward(wide, x, out_RN[some], part, segments)
+            return
         (rows, k), n = weight_RK.shape, out_RN.shape[1]
         if not isinstance(x, _Packed):
             right = _address_and_stride(x, k, n)
@@ -131,12 +152,12 @@ class NativeLinear:
             _address_and_stride(out_RN, rows, n),
             factor,
             scale,
-            (0, 0, bool(segments)),
+            (self._compute_of(weight_RK), 0, 0, bool(segments)),
         )
 
     def input_gradient(
         self,
-        weight_RK: Tensor,
+        weight_RK: WeightBlock,
         dy_RN: Tensor,
         dx_KN: Tensor,
         first: bool,
@@ -145,6 +166,11 @@ class NativeLinear:
     ) -> None:
         """dx = W^T dy, or dx += W^T dy when not ``first``; plus A^T da where ``update`` is (A [r, K] in fp32, da
         [r, N])."""
+        if _is_foreign(weight_RK):
+            for some, wide in self._decode(weight_RK):
+                self.input_gradient(wide, dy_RN[some], dx_KN, first and some.start == 0, update, segments)
+                update = None
+            return
         (rows, k), n = weight_RK.shape, dy_RN.shape[1]
         right, dx = (
             _address_and_stride(dy_RN, rows, n),
@@ -155,23 +181,24 @@ class NativeLinear:
             low_rank, inner = update
             factor = _address_of_factor(low_rank, len(inner), k) + _address_and_stride(inner, len(inner), n)
             factor += (len(inner),)
-        self._multiply(weight_RK, n, right, dx, factor, 1.0, (1, not first, bool(segments)))
+        self._multiply(weight_RK, n, right, dx, factor, 1.0, (_F32, 1, not first, bool(segments)))
 
     def _multiply(
         self,
-        weight_RK: Tensor,
+        weight_RK: WeightBlock,
         n: int,
         right: tuple[int, int],
         out: tuple[int, int],
         factor: tuple[int | None, int, int, int | None, int, int],
         scale: float,
-        flags: tuple[int, bool, bool],
+        flags: tuple[int, int, bool, bool],
     ) -> None:
-        weight, dtype = _address_of_weight(weight_RK)
+        weight, scales, dtype = _addresses_of_weight(weight_RK)
         scratch = self._scratch.data_ptr(), self._scratch.numel()
         threads = torch.get_num_threads()
         product = _Product(
             weight,
+            scales,
             *weight_RK.shape,
             n,
             *right,
@@ -191,14 +218,53 @@ class NativeLinear:
             error = self._library.lema_linear(ctypes.byref(product))
         raise_for(error)
 
+    def _compute_of(self, weight_RK: WeightBlock) -> int:
+        """Of enum lema_compute, forward."""
+        if not self._rounds_inputs or isinstance(weight_RK, Tensor) or weight_RK.format.name != "int8":
+            return _F32
+        if weight_RK.shape[1] > MOST_INPUTS:
+            raise PluginError(
+                f"cpp kernel: weights_compute: 'w8a8' sums {MOST_INPUTS} products at most, and a weight has "
+                f"{weight_RK.shape[1]} inputs; use weights_compute=dequant"
+            )
+        return _INT8
 
-def _address_of_weight(weight_RK: Tensor) -> tuple[int, int]:
-    """Address and enum lema_dtype. The library sees addresses only: what it would misread stops here."""
-    if weight_RK.dtype not in _DTYPES or weight_RK.device.type != "cpu" or not weight_RK.is_contiguous():
+    def _decode(self, block: QuantizedBlock) -> Iterator[tuple[slice, Tensor]]:
+        """Some rows after the others, in fp32, in memory that the next ones take."""
+        rows, k = block.shape
+        step = max(_LEAST_ROWS, _DECODED_NUMBERS // max(k, 1))
+        if self._decoded.numel() < min(step, rows) * k:
+            self._decoded = torch.empty(min(step, rows) * k)
+        for start in range(0, rows, step):
+            some = slice(start, min(start + step, rows))
+            wide = self._decoded[: (some.stop - start) * k].view(-1, k)
+            block.decode(wide, start)
+            yield some, wide
+
+
+def _is_foreign(weight: WeightBlock) -> bool:
+    return isinstance(weight, QuantizedBlock) and weight.format.name not in FORMATS
+
+
+def _addresses_of_weight(weight_RK: WeightBlock) -> tuple[int, int | None, int]:
+    """Addresses of the numbers and of their scales, and enum lema_dtype or lema_quantized. The library sees addresses
+    only: what it would misread stops here."""
+    if isinstance(weight_RK, QuantizedBlock):
+        form = weight_RK.format
+        for part, expected in zip(weight_RK.parts, form.parts(weight_RK.shape), strict=True):
+            same = (part.dtype, part.shape) == (expected.dtype, expected.shape)
+            if not same or part.device.type != "cpu" or not part.is_contiguous():
+                raise PluginError(
+                    f"cpp kernel: of a weight in {form.name} there is {_told(part)}, expected contiguous "
+                    f"{expected.dtype} {list(expected.shape)} on the CPU"
+                )
+        codes, scales = weight_RK.parts
+        return codes.data_ptr(), scales.data_ptr(), FORMATS[form.name]
+    if weight_RK.dtype not in DTYPES or weight_RK.device.type != "cpu" or not weight_RK.is_contiguous():
         raise PluginError(
             f"cpp kernel: the weight is {_told(weight_RK)}, expected contiguous fp32, fp16 or bf16 on the CPU"
         )
-    return weight_RK.data_ptr(), _DTYPES[weight_RK.dtype]
+    return weight_RK.data_ptr(), None, DTYPES[weight_RK.dtype]
 
 
 def _address_of_factor(factor: Tensor, rows: int, columns: int) -> tuple[int, int, int]:

@@ -35,6 +35,7 @@ def lema_kernels() -> Iterable[Kernel]:
     for op, impl in _ON_THE_CPU.items():
         yield Kernel("cpp", op, "cpu", impl, priority=10, unsupported=_unsupported)
     yield Kernel("cpp", "read", "*", "lema_cuda.read:NativeReads", priority=10, unsupported=_unsupported_on_any_cpu)
+    "quantize": "lema_cuda.quantize:NativeQuantize",
     yield Kernel("cpp", "widen", "*", "lema_cuda.widen:NativeWiden", priority=10, unsupported=_unsupported)
     yield Kernel(
         "cpp", "copy", "cuda", "lema_cuda.copy:NativeCopies", priority=10, unsupported=_unsupported_without_cuda
