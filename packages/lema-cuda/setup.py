@@ -41,14 +41,24 @@ AVX2 = ("-mavx2", "-mfma", "-mf16c")
 VNNI = (*AVX2, "-mavx512f", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256")
 BY_ENDING = {"_avx2": AVX2, "_vnni": VNNI}
 X86_64 = ("x86_64", "amd64")
-#: one binary for the oldest devices served, and what newer ones translate when a kernel is first loaded
-NVCC = (
+NVCC_HOST = (
     "-std=c++17",
     "-O2",
     "-Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-Wall,-Wextra",
-    "-gencode=arch=compute_75,code=[sm_75,compute_75]",
     "-cudart=none",
 )
+NVCC_DEVICE = (
+    "-std=c++17",
+    "-O3",
+    # as above: a multiply-add is fused where the code says so
+    "-fmad=false",
+    # a wheel is compressed anyway, and drivers read no compression that is newer than they are
+    "-no-compress",
+)
+#: binaries for these compute capabilities; 8.6, 8.7 and 8.9 run what is for 8.0, and newer ones translate the last when
+#: kernels are first loaded
+CUDA_ARCHITECTURES = "75 80 90"
+ARCHITECTURES_VARIABLE = "LEMA_CUDA_ARCHITECTURES"
 CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
 
 
@@ -73,30 +83,30 @@ def run(*command: str) -> str:
     return child.stdout
 
 
-def build_cpu(objects: Path, library: Path) -> str:
-    """Compile every file of csrc/cpu and link them; returns the compiler's name and version."""
-    if platform.machine().lower() not in X86_64:
-        raise NotBuilt(f"there are kernels for x86-64 only, this machine is {platform.machine() or 'unknown'}")
-    cxx = compiler()
-
-    def compile_one(source: Path) -> str:
-        flags = next((flags for ending, flags in by_ending.items() if source.stem.endswith(ending)), ())
-        made = str(objects / f"{source.stem}.o")
-        run(cxx, *COMMON, *flags, "-c", str(source), "-o", made)
 def knows(cxx: str, flags: tuple[str, ...]) -> bool:
     """Whether the compiler takes these flags: what is compiled for newer instructions is left out where it does not."""
     command = (cxx, *flags, "-x", "c++", "-E", os.devnull)
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+def build_cpu(objects: Path, library: Path) -> str:
+    """Compile every file of csrc/cpu and link them; returns the compiler's name and version."""
+    if platform.machine().lower() not in X86_64:
+        raise NotBuilt(f"there are kernels for x86-64 only, this machine is {platform.machine() or 'unknown'}")
+    cxx = compiler()
+
+    by_ending = BY_ENDING if knows(cxx, VNNI) else {"_avx2": AVX2}
+
+    def compile_one(source: Path) -> str:
+        flags = next((flags for ending, flags in by_ending.items() if source.stem.endswith(ending)), ())
+        made = str(objects / f"{source.stem}.o")
+        run(cxx, *COMMON, *flags, "-c", str(source), "-o", made)
         return made
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = list(pool.map(compile_one, sorted((CSRC / "cpu").glob("*.cpp"))))
     run(cxx, "-shared", "-pthread", *made, "-o", str(library))
     return run(cxx, "--version").splitlines()[0]
-    by_ending = BY_ENDING if knows(cxx, VNNI) else {"_avx2": AVX2}
-
 
 
 def nvcc() -> str:
@@ -110,10 +120,20 @@ def nvcc() -> str:
 
 
 def build_cuda(objects: Path, library: Path) -> str:
-    """Compile and link every file of csrc/cuda; returns nvcc's version."""
-    compile_cuda = nvcc()
+    """Compile the device code for every architecture, and link it with every other file of csrc/cuda; returns nvcc's
+    version."""
+    compile_cuda, host = nvcc(), f"-ccbin={compiler()}"
+    architectures = (os.environ.get(ARCHITECTURES_VARIABLE) or CUDA_ARCHITECTURES).split()
+    targets = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in architectures]
+    targets.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
+    device_code = (objects / "kernels.fatbin").absolute()
+    kernels = str(CSRC / "cuda/kernels.cu")
+    run(compile_cuda, *NVCC_DEVICE, *targets, host, "--threads=0", "-fatbin", kernels, "-o", str(device_code))
+    (objects / "device_code.h").write_text(
+        f"#define LEMA_DEVICE_CODE {json.dumps(str(device_code))}\n", encoding="utf-8"
+    )
     sources = sorted(str(source) for source in (CSRC / "cuda").glob("*.cpp"))
-    run(compile_cuda, *NVCC, f"-ccbin={compiler()}", "-shared", *sources, "-o", str(library), "-ldl")
+    run(compile_cuda, *NVCC_HOST, f"-I{objects}", host, "-shared", *sources, "-o", str(library), "-ldl")
     return next(line for line in run(compile_cuda, "--version").splitlines() if "release" in line)
 
 

@@ -1,5 +1,6 @@
 // A CUDA driver for tests, as libcuda.so.1: device memory is host memory, and a stream's work is done when somebody waits
-// for it, as late as that allows. What is queued on a held stream waits until the stream is let go.
+// for it, as late as that allows. What is queued on a held stream waits until the stream is let go. Kernels are not run,
+// the latest launch is kept.
 
 #include <cuda.h>
 
@@ -9,6 +10,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
 
 namespace {
 
@@ -34,7 +36,15 @@ std::mutex mutex;
 std::set<Stream *> streams;
 std::set<Event *> events;
 std::map<void *, size_t> registered;
-int contexts = 0, depth = 0, fail_copies = 0;
+int contexts = 0, depth = 0, fail_copies = 0, modules = 0;
+
+struct Launch {
+  const std::string *function = nullptr;
+  unsigned blocks_x = 0, blocks_y = 0, threads = 0;
+  void *stream = nullptr;
+  void *first_argument = nullptr;  // what the arguments begin with
+  int depth = 0;
+} latest;
 
 bool advance_one(Stream &stream) {
   if (stream.held || stream.queue.empty()) return false;
@@ -80,8 +90,14 @@ long fake_registered_bytes() {
   return total;
 }
 long fake_count(int what) {
-  const long counts[] = {static_cast<long>(streams.size()), static_cast<long>(events.size()), contexts, depth};
+  const long counts[] = {static_cast<long>(streams.size()), static_cast<long>(events.size()), contexts, depth, modules};
   return counts[what];
+}
+const char *fake_launched() { return latest.function == nullptr ? "" : latest.function->c_str(); }
+long fake_launch(int what) {
+  const long parts[] = {latest.blocks_x, latest.blocks_y, latest.threads, reinterpret_cast<long>(latest.stream),
+                        reinterpret_cast<long>(latest.first_argument), latest.depth};
+  return parts[what];
 }
 
 // -- the driver
@@ -172,6 +188,30 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr target, const void *source, size_t bytes,
   if (fail_copies) return static_cast<CUresult>(fail_copies);
   reinterpret_cast<Stream *>(stream)->queue.push_back(
       {Operation::COPY, reinterpret_cast<void *>(target), source, bytes, nullptr, 0});
+  return CUDA_SUCCESS;
+}
+
+
+CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+  const Lock lock(mutex);
+  constexpr unsigned FATBIN = 0xba55ed50;
+  if (depth != 1 || *static_cast<const unsigned *>(image) != FATBIN) return CUDA_ERROR_INVALID_IMAGE;
+  ++modules;
+  *module = reinterpret_cast<CUmodule>(const_cast<void *>(image));
+  return CUDA_SUCCESS;
+}
+CUresult cuModuleGetFunction(CUfunction *function, CUmodule, const char *name) {
+  const Lock lock(mutex);
+  static std::set<std::string> names;
+  *function = reinterpret_cast<CUfunction>(const_cast<std::string *>(&*names.insert(name).first));
+  return CUDA_SUCCESS;
+}
+CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
+                        unsigned threads_z, unsigned shared, CUstream stream, void **parameters, void **extra) {
+  const Lock lock(mutex);
+  if (z != 1 || threads_y != 1 || threads_z != 1 || shared != 0 || extra != nullptr) return CUDA_ERROR_INVALID_VALUE;
+  latest = {reinterpret_cast<const std::string *>(function), x, y, threads, stream,
+            *static_cast<void **>(parameters[0]), depth};
   return CUDA_SUCCESS;
 }
 

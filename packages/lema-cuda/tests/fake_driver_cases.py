@@ -1,20 +1,25 @@
-"""NativeCopies on the driver of fake_driver.cpp: test_native_copies.py runs this with that as ``libcuda.so.1``."""
+"""NativeCopies, and how kernels are queued, on the driver of fake_driver.cpp: test_native_copies.py runs this with that
+as ``libcuda.so.1``."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from lema_core.device import map_ram
 from lema_core.errors import BudgetError
+from lema_core.quantization.block import QuantizedBlock
+from lema_core.quantization.formats import wire_formats
 from lema_cuda.copy import NativeCopies
-from lema_cuda.library import cuda_refusals
+from lema_cuda.device_linear import DeviceLinear
+from lema_cuda.library import cuda_refusals, device_refusals, open_cuda_library
 
-STREAMS, EVENTS, CONTEXTS, DEPTH = range(4)
+STREAMS, EVENTS, CONTEXTS, DEPTH, MODULES = range(5)
 
 
 class Driver:
@@ -28,9 +33,14 @@ class Driver:
         self.stream: Callable[[], int] = self._library.fake_stream
         self.registered_bytes: Callable[[], int] = self._library.fake_registered_bytes
         self.count: Callable[[int], int] = self._library.fake_count
+        self._library.fake_launched.restype, self._library.fake_launch.restype = ctypes.c_char_p, ctypes.c_long
 
     def hold(self, stream: int, held: bool) -> None:
         self._library.fake_hold(ctypes.c_void_p(stream), held)
+
+    def launched(self) -> tuple[str, list[int]]:
+        """The kernel launched last; blocks along x and y, threads, stream, what its arguments begin with, contexts."""
+        return self._library.fake_launched().decode(), [self._library.fake_launch(what) for what in range(6)]
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +159,22 @@ def test_any_thread_may_copy(copies: NativeCopies, driver: Driver) -> None:
     for thread in threads:
         thread.join()
     assert all((target[row] == row + 1).all() for row in range(8)) and driver.count(EVENTS) <= 16
+
+
+def test_kernels_are_loaded_once_and_queued_on_the_callers_stream(driver: Driver) -> None:
+    assert device_refusals(0) == device_refusals(1) == [] and driver.count(MODULES) == 2
+    assert device_refusals(2) == ["the kernels do not load on CUDA device 2: invalid device"]
+    assert device_refusals(64) == device_refusals(-1) == ["there is no such CUDA device"]
+    stream = driver.stream()
+    kernel = DeviceLinear("w8a8", lambda: stream)
+    for name, columns, expected in (("int4-64", 1, "lema_gemv_int4_bf16"), ("int8", 65, "lema_product_int8_bf16")):
+        shape = (130, 64)
+        parts = tuple(torch.zeros(part.shape, dtype=part.dtype) for part in wire_formats()[name].parts(shape))
+        x, out = (torch.zeros(each, columns, dtype=torch.bfloat16) for each in (64, 130))
+        with pytest.warns(UserWarning, match="int4-64 are dequantized") if name != "int8" else nullcontext():
+            kernel.forward(QuantizedBlock(wire_formats()[name], shape, parts), x, out)
+        blocks = (3, 2) if name == "int8" else (33, 1)
+        threads = 256 if name == "int8" else 128
+        assert driver.launched() == (expected, [*blocks, threads, stream, parts[0].data_ptr(), 1])
+    assert driver.count(MODULES) == 2 and driver.count(DEPTH) == 0
+    assert open_cuda_library().lema_device_missing(0) == b""

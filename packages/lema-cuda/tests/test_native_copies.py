@@ -85,4 +85,4 @@ def test_on_a_driver_of_the_tests_own(fake_driver: Path) -> None:
         timeout=600,
     )
     assert child.returncode == 0, child.stdout
-    assert "7 passed" in child.stdout
+    assert "8 passed" in child.stdout

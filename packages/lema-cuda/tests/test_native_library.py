@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from lema_cuda import plugin
 
 PACKAGE = Path(__file__).parents[1]
 BUILT = lema_cuda.library.LIBRARY
+#: what a CPU is told of the products on CUDA devices
+ON_CUDA = "cpp: for cuda only"
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def choice(name: str = "auto") -> tuple[str, list[str]]:
 
 
 def test_native_code_is_preferred_where_it_serves(native: object) -> None:
-    assert choice() == ("cpp", ["cpp: chosen", "torch: usable, but cpp is preferred"])
+    assert choice() == ("cpp", ["cpp: chosen", ON_CUDA, "torch: usable, but cpp is preferred"])
     assert choice("torch")[0] == "torch"
 
 
@@ -53,10 +56,20 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEMA_DISABLE_NATIVE", "1")
     assert choice() == (
         "torch",
-        ["cpp: switched off by LEMA_DISABLE_NATIVE", "torch: chosen"],
+        ["cpp: switched off by LEMA_DISABLE_NATIVE", ON_CUDA, "torch: chosen"],
     )
     with pytest.raises(PluginError, match="cpp: switched off by LEMA_DISABLE_NATIVE"):
         choice("cpp")
+
+
+def test_products_on_a_cuda_device_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lema_core import builtin
+
+    monkeypatch.setattr(plugin, "device_refusals", lambda device: [f"no driver for device {device}"])
+    manager = PluginManager()
+    assert manager.admit("lema-core", "core", lambda: builtin) and manager.admit("lema-cuda", "cuda", lambda: plugin)
+    chosen, reasons = manager.choose_kernel("linear", None, "cuda")
+    assert chosen.name == "torch" and "cpp: no driver for device 0" in reasons
 
 
 def chosen_for_all() -> dict[str, str]:
@@ -65,7 +78,8 @@ def chosen_for_all() -> dict[str, str]:
 
     manager = PluginManager()
     assert manager.admit("lema-core", "core", lambda: builtin) and manager.admit("lema-cuda", "cuda", lambda: plugin)
-    ops = {kernel.op for kernel in manager.kernels()}
+    # a codec packs weights itself where there is no native packer
+    ops = {kernel.op for kernel in manager.kernels() if kernel.op != "quantize"}
     return {op: manager.choose_kernel(op, None, "cuda" if op == "copy" else "cpu")[0].name for op in ops}
 
 
@@ -148,7 +162,7 @@ def build(checkout: Path, cxx: str, nvcc: str = "no-such-nvcc") -> dict[str, dic
     subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
         cwd=checkout,
-        env={**os.environ, "CXX": cxx, "CUDACXX": nvcc},
+        env={**os.environ, "CXX": cxx, "CUDACXX": nvcc, "LEMA_CUDA_ARCHITECTURES": "75"},
         check=True,
         capture_output=True,
     )
@@ -187,6 +201,8 @@ def test_the_cuda_half_is_built_by_nvcc_and_loads_without_a_driver(checkout: Pat
     assert record["reason"] is None and "release" in record["compiler"]
     built = checkout / "src/lema_cuda/liblema_cuda.so"
     assert built.stat().st_size < 1_000_000
+    kernels = re.findall(r"\.entry (lema_\w+)\(", built.read_bytes().decode("latin-1"))
+    assert len(kernels) == len(set(kernels)) == 24
     opened = ctypes.CDLL(str(built))
     opened.lema_cuda_missing.restype = ctypes.c_char_p
     assert opened.lema_cuda_abi_version() == lema_cuda.library.ABI_VERSION

@@ -1,80 +1,9 @@
-// Copies from page-locked RAM on a stream of their own, through the CUDA driver.
-//
-// The driver is opened when it is first needed, and only functions that it has had for years are called: the library loads
-// without a driver, and serves with any that torch works with, whatever CUDA it was built with.
+// Copies from page-locked RAM on a stream of their own.
 
 #include "../include/lema.h"
-
-#include <cuda.h>
-#include <dlfcn.h>
-#include <stdio.h>
+#include "driver.h"
 
 #include <new>
-
-namespace lema {
-namespace {
-
-// As cuda.h spells them; its macros put the version behind a name.
-#define FUNCTIONS(X)                                                                                    \
-  X(cuInit) X(cuGetErrorString) X(cuDeviceGet) X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease) \
-  X(cuCtxPushCurrent) X(cuCtxPopCurrent) X(cuMemHostRegister) X(cuMemHostUnregister) X(cuStreamCreate)  \
-  X(cuStreamDestroy) X(cuStreamSynchronize) X(cuStreamWaitEvent) X(cuEventCreate) X(cuEventDestroy)     \
-  X(cuEventRecord) X(cuEventSynchronize) X(cuEventQuery) X(cuMemcpyHtoDAsync)
-#define QUOTED(text) #text
-#define VERSIONED(name) QUOTED(name)
-
-struct Driver {
-#define FIELD(name) decltype(&::name) name##_ = nullptr;
-  FUNCTIONS(FIELD)
-#undef FIELD
-  char missing[256] = "";  // why it cannot serve
-};
-
-Driver open_driver() {
-  Driver d;
-  void *const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    const char *const why = dlerror();
-    snprintf(d.missing, sizeof d.missing, "no NVIDIA driver: %s", why != nullptr ? why : "libcuda.so.1 does not load");
-    return d;
-  }
-#define FIND(name)                                                                                     \
-  d.name##_ = reinterpret_cast<decltype(d.name##_)>(dlsym(library, VERSIONED(name)));                  \
-  if (d.name##_ == nullptr) {                                                                          \
-    snprintf(d.missing, sizeof d.missing, "the NVIDIA driver is too old: it has no " VERSIONED(name)); \
-    return d;                                                                                          \
-  }
-  FUNCTIONS(FIND)
-#undef FIND
-  if (const CUresult result = d.cuInit_(0)) {
-    const char *text = nullptr;
-    d.cuGetErrorString_(result, &text);
-    snprintf(d.missing, sizeof d.missing, "the NVIDIA driver says: %s", text != nullptr ? text : "unknown error");
-  }
-  return d;
-}
-
-const Driver &driver() {
-  static const Driver opened = open_driver();
-  return opened;
-}
-
-// Makes the device's primary context, which is torch's too, the calling thread's, and the one before it again.
-class Inside {
- public:
-  explicit Inside(CUcontext context) : result_(driver().cuCtxPushCurrent_(context)) {}
-  ~Inside() {
-    CUcontext before;
-    if (result_ == CUDA_SUCCESS) driver().cuCtxPopCurrent_(&before);
-  }
-  CUresult result() const { return result_; }
-
- private:
-  const CUresult result_;
-};
-
-}  // namespace
-}  // namespace lema
 
 struct lema_copier {
   CUdevice device;
@@ -84,27 +13,11 @@ struct lema_copier {
 
 using lema::driver;
 
-// Returns with the code of the first of these calls that fails.
-#define TRY(call)                                     \
-  do {                                                \
-    if (const CUresult failed = (call)) return failed; \
-  } while (false)
-
 #define ENTER(copier)                          \
   const lema::Inside inside((copier)->context); \
   TRY(inside.result())
 
 extern "C" {
-
-int32_t lema_cuda_abi_version(void) { return LEMA_ABI_VERSION; }
-
-const char *lema_cuda_missing(void) { return driver().missing; }
-
-const char *lema_cuda_error(int32_t code) {
-  const char *text = nullptr;
-  if (*driver().missing == '\0') driver().cuGetErrorString_(static_cast<CUresult>(code), &text);
-  return text != nullptr ? text : "unknown error";
-}
 
 int32_t lema_copier_open(int32_t device, struct lema_copier **copier) {
   if (*driver().missing != '\0') return CUDA_ERROR_NOT_INITIALIZED;

@@ -258,6 +258,41 @@ LEMA_API int32_t lema_copier_stream_wait(struct lema_copier *copier, void *cuda_
 LEMA_API int32_t lema_copier_wait(struct lema_copier *copier, void *event);
 LEMA_API int32_t lema_copier_query(struct lema_copier *copier, void *event);
 
+/* ---- liblema_cuda: products with quantized weights on a CUDA device.
+
+   Activations are of an enum lema_dtype. All matrices are the device's, aligned to their elements, and results overlap
+   nothing. Work is queued on `cuda_stream`, CUDA's handle of a stream of `device`, and nothing is waited for. Functions
+   return 0 or a code of the CUDA driver, which is 1 (CUDA_ERROR_INVALID_VALUE) for an unknown format or dtype and for sizes
+   that do not fit. */
+
+typedef struct lema_device_weight {
+  const void *codes, *scales; /* contiguous */
+  int64_t rows, k;
+  int32_t format; /* of enum lema_quantized */
+} lema_device_weight;
+
+/* Why the kernels do not run on this device, such as "the kernels do not load on CUDA device 0: ..."; "" where they do. */
+LEMA_API const char *lema_device_missing(int32_t device);
+
+/* out_RK = weight in `dtype`, contiguous: what decoding to fp32 and rounding gives. rows * ceil(K / 8) < 2^31. */
+LEMA_API int32_t lema_device_decode(const lema_device_weight *weight, void *out, int32_t dtype, int32_t device,
+                                    void *cuda_stream);
+
+/* out_R = weight x_K, summed in fp32; the weight is read once. */
+LEMA_API int32_t lema_device_gemv(const lema_device_weight *weight, const void *x, void *out, int32_t dtype,
+                                  int32_t device, void *cuda_stream);
+
+/* Of a product with LEMA_COMPUTE_INT8, what x_KN becomes: codes q int8 [N, lema_device_padded(K)], aligned to 16 bytes, and
+   scales s fp32 [N]; a column with an infinity or NaN has the scale NaN and zeros for codes. */
+LEMA_API int64_t lema_device_padded(int64_t k);
+LEMA_API int32_t lema_device_quantize(const void *x, int64_t x_stride, int64_t k, int64_t n, int32_t dtype,
+                                      int8_t *codes, float *scales, int32_t device, void *cuda_stream);
+
+/* out_RN of such a product, without a low-rank term. */
+LEMA_API int32_t lema_device_product(const lema_device_weight *weight, const int8_t *codes, const float *scales,
+                                     int64_t n, void *out, int64_t out_stride, int32_t dtype, int32_t device,
+                                     void *cuda_stream);
+
 #ifdef __cplusplus
 }
 #endif

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lema_core.errors import BudgetError
-from lema_cuda.library import open_cuda_library
+from lema_cuda.library import cuda_text, open_cuda_library, raise_for_cuda
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _NOT_READY = 600  # LEMA_NOT_READY
@@ -43,14 +43,14 @@ class NativeCopies:
         self._registered: list[Tensor] = []
         self._events: list[int] = []
         self._free: list[int] = []
-        self._raise_for(self._library.lema_copier_open(device.index or 0, ctypes.byref(self._copier)), "opening CUDA")
+        raise_for_cuda(self._library.lema_copier_open(device.index or 0, ctypes.byref(self._copier)), "opening CUDA")
 
     def register(self, slab: Tensor) -> None:
         nbytes = slab.numel() * slab.element_size()
         error = self._library.lema_copier_register(self._copier, slab.data_ptr(), nbytes)
         if error == _OUT_OF_MEMORY:
-            raise BudgetError(f"{nbytes:,} bytes of RAM cannot be page-locked: {self._text(error)}; lower weights_ram")
-        self._raise_for(error, f"page-locking {nbytes:,} bytes")
+            raise BudgetError(f"{nbytes:,} bytes of RAM cannot be page-locked: {cuda_text(error)}; lower weights_ram")
+        raise_for_cuda(error, f"page-locking {nbytes:,} bytes")
         self._registered.append(slab)
 
     def copy(self, target: Tensor, source: Tensor, after: _Event | None) -> _Event:
@@ -61,27 +61,27 @@ class NativeCopies:
         error = self._library.lema_copier_copy(
             self._copier, target.data_ptr(), source.data_ptr(), nbytes, waited_for, done.handle
         )
-        self._raise_for(error, "queueing a copy")
+        raise_for_cuda(error, "queueing a copy")
         return done
 
     def record(self) -> _Event:
         event = self._event()
         error = self._library.lema_copier_record(self._copier, event.handle, self._compute_stream())
-        self._raise_for(error, "recording an event")
+        raise_for_cuda(error, "recording an event")
         return event
 
     def compute_wait(self, event: _Event) -> None:
         error = self._library.lema_copier_stream_wait(self._copier, self._compute_stream(), event.handle)
-        self._raise_for(error, "waiting for a copy")
+        raise_for_cuda(error, "waiting for a copy")
 
     def host_wait(self, event: _Event) -> None:
-        self._raise_for(self._library.lema_copier_wait(self._copier, event.handle), "a copy")
+        raise_for_cuda(self._library.lema_copier_wait(self._copier, event.handle), "a copy")
 
     def is_over(self, event: _Event) -> bool:
         """Whether what ``event`` stands for is over, without waiting."""
         error = self._library.lema_copier_query(self._copier, event.handle)
         if error != _NOT_READY:
-            self._raise_for(error, "a copy")
+            raise_for_cuda(error, "a copy")
         return error == 0
 
     def close(self) -> None:
@@ -94,19 +94,12 @@ class NativeCopies:
         while self._registered:
             errors.append(self._library.lema_copier_unregister(copier, self._registered.pop().data_ptr()))
         errors.append(self._library.lema_copier_close(copier))
-        self._raise_for(next(filter(None, errors), 0), "closing CUDA")
+        raise_for_cuda(next(filter(None, errors), 0), "closing CUDA")
 
     def _event(self) -> _Event:
         with suppress(IndexError):  # another thread may take the last one
             return _Event(self._free.pop(), self._free)
         handle = ctypes.c_void_p()
-        self._raise_for(self._library.lema_copier_new_event(self._copier, ctypes.byref(handle)), "making an event")
+        raise_for_cuda(self._library.lema_copier_new_event(self._copier, ctypes.byref(handle)), "making an event")
         self._events.append(handle.value)
         return _Event(handle.value, self._free)
-
-    def _text(self, error: int) -> str:
-        return self._library.lema_cuda_error(error).decode()
-
-    def _raise_for(self, error: int, doing: str) -> None:
-        if error:
-            raise RuntimeError(f"{doing} failed: {self._text(error)} (CUDA error {error})")

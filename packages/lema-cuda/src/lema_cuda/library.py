@@ -53,6 +53,12 @@ _CUDA_SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "lema_copier_stream_wait": (_int32, (_address, _address, _address)),
     "lema_copier_wait": (_int32, (_address, _address)),
     "lema_copier_query": (_int32, (_address, _address)),
+    "lema_device_missing": (ctypes.c_char_p, (_int32,)),
+    "lema_device_decode": (_int32, (_address, _address, _int32, _int32, _address)),
+    "lema_device_gemv": (_int32, (*[_address] * 3, _int32, _int32, _address)),
+    "lema_device_padded": (_int64, (_int64,)),
+    "lema_device_quantize": (_int32, (_address, *[_int64] * 3, _int32, _address, _address, _int32, _address)),
+    "lema_device_product": (_int32, (*[_address] * 3, _int64, _address, _int64, _int32, _int32, _address)),
 }
 
 #: enum lema_error
@@ -101,6 +107,16 @@ def raise_for(error: int) -> None:
         raise PluginError(f"cpp kernel: liblema refused a call: {_ERRORS.get(error, error)}")
 
 
+def raise_for_cuda(error: int, doing: str) -> None:
+    """Raises RuntimeError with CUDA's text for what a function of liblema_cuda returned, but for 0."""
+    if error:
+        raise RuntimeError(f"{doing} failed: {cuda_text(error)} (CUDA error {error})")
+
+
+def cuda_text(error: int) -> str:
+    return open_cuda_library().lema_cuda_error(error).decode()
+
+
 def library_refusals() -> list[str]:
     """Why liblema cannot serve in this process, whatever the CPU; empty when it can."""
     return _switched_off() or _opening(open_library)
@@ -110,6 +126,14 @@ def cuda_refusals() -> list[str]:
     """Why liblema_cuda cannot serve in this process; empty when it can. Opens the driver where there is one."""
     reasons = _switched_off() or _opening(open_cuda_library)
     if not reasons and (missing := open_cuda_library().lema_cuda_missing()):
+        reasons = [missing.decode()]
+    return reasons
+
+
+def device_refusals(device: int) -> list[str]:
+    """Why liblema_cuda cannot compute on this CUDA device; empty when it can. Loads the kernels there."""
+    reasons = cuda_refusals()
+    if not reasons and (missing := open_cuda_library().lema_device_missing(device)):
         reasons = [missing.decode()]
     return reasons
 
