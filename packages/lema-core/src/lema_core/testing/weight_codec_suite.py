@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -133,10 +132,16 @@ class WeightCodecSuite:
                 for row, column in ((0, 0), (2, 77), (4, 191)):
                     weight = _normal(5, 192).to(dtype)
                     weight[row, column] = bad
-                    with pytest.raises(NotFiniteWeight) as raised:
-                        self._encode(weight)
-                    assert (raised.value.row, raised.value.column) == (row, column)
-                    assert str(bad) in str(raised.value)
+                    refused = self._refusal(weight)
+                    assert (refused.row, refused.column) == (row, column)
+                    assert str(bad) in str(refused)
+
+    def _refusal(self, weight: Tensor) -> NotFiniteWeight:
+        try:
+            self._encode(weight)
+        except NotFiniteWeight as error:
+            return error
+        raise AssertionError("a number that is not finite was encoded")
 
     # -- bytes
 
