@@ -9,7 +9,8 @@
 namespace lema {
 namespace {  // each file's own: what is compiled for other instructions must not be shared
 
-constexpr int KC8 = 2 * KC;   // inner length of a packed piece, in codes that fill 16 bits each
+constexpr int KC8 = 2 * KC;      // inner length of a packed piece, in codes that fill 16 bits each ...
+constexpr int ROW8 = 2 * A_ROW;  // ... and of a row with its end
 constexpr int64_t BLOCK = 32;  // rows that a thread takes at once where columns are few
 constexpr float LARGEST_CODE = 127.0f;
 
@@ -89,10 +90,10 @@ void round_sliver(const Product &p, int64_t column) {
   }
 }
 
-// Weight rows [row, row + rows), columns [column, column + length) -> target[rows][KC8], zeros in what a tile reads beyond.
+// Weight rows [row, row + rows), columns [column, column + length) -> target[rows][ROW8], zeros in what a tile reads beyond.
 void pack_codes(const Product &p, int64_t row, int64_t rows, int64_t column, int64_t length, int16_t *target) {
   const int64_t even = length + length % 2;
-  for (int64_t r = 0; r < rows; ++r, target += KC8) {
+  for (int64_t r = 0; r < rows; ++r, target += ROW8) {
     const char *source = p.weight + (row + r) * p.k + column;
     int64_t i = 0;
     for (; i + 16 <= length; i += 16) {
@@ -103,7 +104,7 @@ void pack_codes(const Product &p, int64_t row, int64_t rows, int64_t column, int
     if (even > length) target[length] = 0;
   }
   const int64_t missing = (MR - rows % MR) % MR;
-  for (int64_t r = 0; r < missing; ++r, target += KC8) memset(target, 0, even * sizeof(int16_t));
+  for (int64_t r = 0; r < missing; ++r, target += ROW8) memset(target, 0, even * sizeof(int16_t));
 }
 
 // -------------------------------------------------------------------------------------------------------------- tiles
@@ -118,7 +119,7 @@ inline __m256i pair_at(const int16_t *codes) {
   return _mm256_set1_epi32(pair);
 }
 
-// Adds a[i * KC8 + k] times a sliver of codes.
+// Adds a[i * ROW8 + k] times a sliver of codes.
 inline __attribute__((always_inline)) void multiply_codes(const int16_t *a, const int16_t *b, int64_t pairs,
                                                           IntTile &tile) {
   __m256i c00 = tile.sum[0][0], c01 = tile.sum[0][1], c10 = tile.sum[1][0], c11 = tile.sum[1][1];
@@ -128,19 +129,19 @@ inline __attribute__((always_inline)) void multiply_codes(const int16_t *a, cons
   for (int64_t k = 0; k < pairs; ++k) {
     const __m256i low = _mm256_load_si256(reinterpret_cast<const __m256i *>(b));
     const __m256i high = _mm256_load_si256(reinterpret_cast<const __m256i *>(b + NR));
-    __m256i x = pair_at(a), y = pair_at(a + KC8);
+    __m256i x = pair_at(a), y = pair_at(a + ROW8);
     c00 = multiply_add(c00, x, low);
     c01 = multiply_add(c01, x, high);
     c10 = multiply_add(c10, y, low);
     c11 = multiply_add(c11, y, high);
-    x = pair_at(a + 2 * KC8);
-    y = pair_at(a + 3 * KC8);
+    x = pair_at(a + 2 * ROW8);
+    y = pair_at(a + 3 * ROW8);
     c20 = multiply_add(c20, x, low);
     c21 = multiply_add(c21, x, high);
     c30 = multiply_add(c30, y, low);
     c31 = multiply_add(c31, y, high);
-    x = pair_at(a + 4 * KC8);
-    y = pair_at(a + 5 * KC8);
+    x = pair_at(a + 4 * ROW8);
+    y = pair_at(a + 5 * ROW8);
     c40 = multiply_add(c40, x, low);
     c41 = multiply_add(c41, x, high);
     c50 = multiply_add(c50, y, low);
@@ -230,7 +231,7 @@ void multiply_block(const Job &job, const Block &block, int16_t *packed, float *
       const float *u = packed_u, *v = p.packed_v + column * p.rank;
       const int16_t *next_b = column + NR < block.right ? b + even * NR : p.codes + block.left * even + next * NR;
       Ahead of_b(reinterpret_cast<const char *>(next_b), SLIVER_ROW_BYTES, pairs, SLIVER_ROW_BYTES, row_tiles);
-      for (int64_t row = from; row < to; row += MR, a += MR * KC8, u += u_length * MR) {
+      for (int64_t row = from; row < to; row += MR, a += MR * ROW8, u += u_length * MR) {
         float *c = p.c + row * p.c_stride + column;
         const int64_t rows = at_most(MR, to - row), columns = at_most(NR, p.n - column);
         ahead.step();

@@ -16,7 +16,8 @@ constexpr int KC = 256;                 // inner length of a packed piece: such 
 constexpr int SMALLEST_BLOCK = 48;      // rows that are dealt to a thread, unless fewer are left
 constexpr int FEW = 4;                  // up to so many columns are computed without tiles
 constexpr int CODES = 64;               // four-bit codes that a dot product takes at once
-constexpr int A_SLIVER = MR * KC + 16;  // MR rows of packed `a`, with room for a store that overhangs
+constexpr int A_ROW = KC + 8;           // a row of packed `a`: the rows that a tile reads side by side start in other banks
+constexpr int A_SLIVER = MR * A_ROW;    // MR rows of packed `a`, with room for a store that overhangs
 constexpr int A_FLOATS = MC / MR * A_SLIVER;  // what one thread packs `a` into
 constexpr int U_FLOATS = MC * KC;             // what one thread packs `u` into
 

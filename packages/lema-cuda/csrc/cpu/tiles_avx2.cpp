@@ -20,12 +20,12 @@ inline void decode(const Row<DTYPE> &row, int64_t column, int64_t length, float 
   for (; i < length; ++i) target[i] = row.one(column + i);
 }
 
-// Weight rows [row, row + rows), columns [column, column + length) -> target[rows][KC]. A tile reads MR rows of it.
+// Weight rows [row, row + rows), columns [column, column + length) -> target[rows][A_ROW]. A tile reads MR rows of it.
 template <int DTYPE>
 void pack_rows(const Product &p, int64_t row, int64_t rows, int64_t column, int64_t length, float *target) {
-  for (int64_t r = 0; r < rows; ++r, target += KC) decode(Row<DTYPE>(p.weight, p.scales, p.k, row + r), column, length, target);
+  for (int64_t r = 0; r < rows; ++r, target += A_ROW) decode(Row<DTYPE>(p.weight, p.scales, p.k, row + r), column, length, target);
   const int64_t missing = (MR - rows % MR) % MR;
-  for (int64_t r = 0; r < missing; ++r, target += KC) memset(target, 0, length * sizeof(float));
+  for (int64_t r = 0; r < missing; ++r, target += A_ROW) memset(target, 0, length * sizeof(float));
 }
 
 // Weight columns [column, column + columns), rows [row, row + length) -> slivers of A_SLIVER, [KC][MR] each. Eight are
@@ -64,7 +64,7 @@ Ahead ahead_of(const Product &p, int64_t from, int64_t to, int64_t start, int64_
 // `packed` and `packed_u` are this thread's, for the weight and u.
 template <int DTYPE, bool TRANSPOSED>
 void multiply_block(const Job &job, const Block &block, float *packed, float *packed_u) {
-  constexpr int ROW = TRANSPOSED ? 1 : KC, INNER = TRANSPOSED ? MR : 1, SLIVER = TRANSPOSED ? A_SLIVER : MR * KC;
+  constexpr int ROW = TRANSPOSED ? 1 : A_ROW, INNER = TRANSPOSED ? MR : 1;
   const Product &p = job.product;
   const int64_t from = block.from, to = block.to;
   const int64_t row_tiles = (to - from + MR - 1) / MR, tiles = row_tiles * ((block.right - block.left + NR - 1) / NR);
@@ -92,14 +92,14 @@ void multiply_block(const Job &job, const Block &block, float *packed, float *pa
       const float *next_b = column + NR < block.right ? b + p.inner * NR
                                                       : p.packed_b + block.left * p.inner + (start + length) * NR;
       Ahead of_b(reinterpret_cast<const char *>(next_b), SLIVER_ROW_BYTES, length, SLIVER_ROW_BYTES, row_tiles);
-      for (int64_t row = from; row < to; row += MR, a += SLIVER, u += u_length * MR) {
+      for (int64_t row = from; row < to; row += MR, a += A_SLIVER, u += u_length * MR) {
         float *c = p.c + row * p.c_stride + column;
         Tile tile{};
         ahead.step();
         of_b.step();
         ask_for_tile(c, p.c_stride);
         multiply_tile<ROW, INNER>(a, b, length, tile);
-        multiply_tile<1, MR>(u, v, u_length, tile);
+        if (u_length > 0) multiply_tile<1, MR>(u, v, u_length, tile);
         if (row + MR <= to && column + NR <= p.n) {
           put_tile(tile, c, p.c_stride, add);
         } else {
