@@ -178,7 +178,7 @@ class Located:
 
     def error(self, ref: str, before: str = "", **env: str) -> str:
         found, said = self._ask(ref, before, env)
-        assert found == "CheckpointError", said
+        assert found == "error", said
         assert "\n" not in said and self.lema_error_is_clean
         return said
 
@@ -188,13 +188,13 @@ class Located:
         code = f"""
 {self.environment(**env)}
 import json
-from lema_core.errors import LemaError
+from lema_core.errors import CheckpointError
 from lema_core.plugins import get_plugin_manager
 {before}
 try:
     answer = "folder", str(get_plugin_manager().locate_checkpoint({ref!r}))
-except LemaError as error:
-    answer = type(error).__name__, str(error)
+except CheckpointError as error:
+    answer = "error", str(error)
 open({str(answer)!r}, "w").write(json.dumps(answer))
 sys.exit()
 """
