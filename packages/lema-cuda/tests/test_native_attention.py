@@ -56,11 +56,12 @@ def check(kernel: AttentionKernel, h: int, g: int, d: int, *sizes: tuple[int, in
     dy = heads(h, n, d, 3)[0].permute(1, 0, 2).flatten(1)[None]
     found = computed(kernel, inputs, dy, segments, d**-0.5)
     expected = computed(TorchAttention(), [x.double() for x in inputs], dy.double(), segments, d**-0.5)
-    # a single key has no gradient through the softmax: what is left is rounding of the whole
-    alone = any(segment.tokens == 1 for segment in segments)
+    # a single key has no gradient through the softmax, and that of a few is a difference of what may be far larger:
+    # what is left is rounding of the whole
+    few = any(segment.tokens <= 3 for segment in segments)
     scale = max(each.norm() for each in expected[1:])
     for mine, right in zip(found, expected, strict=True):
-        assert (mine - right).norm() <= TOLERANCE * max(right.norm(), scale if alone else 1e-3 * scale)
+        assert (mine - right).norm() <= TOLERANCE * max(right.norm(), scale if few else 1e-3 * scale)
     assert found[0][0].t().is_contiguous()
     assert all(grad[0].transpose(1, 2).is_contiguous() for grad in found[1:])
 
