@@ -86,7 +86,7 @@ def test_switched_off(llamas, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cpu_that_lacks_instructions(llamas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lema_cuda.library, "cpu_missing", lambda: "FMA")
     assert llamas.open(llamas.folder()).kernel.name == "torch"
-    with pytest.raises(ConfigError, match="this CPU has no FMA; use backend=auto"):
+    with pytest.raises(ConfigError, match="this CPU has no FMA; cpp: for cuda only; use backend=auto"):
         llamas.open(llamas.folder(), backend="cpp")
 
 
