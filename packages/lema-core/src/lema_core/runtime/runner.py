@@ -43,7 +43,7 @@ from lema_core.store.model import StreamedModel
 from lema_core.store.store import StoreStats, TensorStore
 from lema_core.store.trace import Trace
 
-#: of the memory that a process may have: beyond it, a step may not leave more gaps than those before it
+#: of the memory that a process may have: what comes nearer to all of it begins with giving freed memory back
 _NEAR_ALL = 0.97
 
 
@@ -112,7 +112,6 @@ class ModelRunner:
         experts = {spec.module for spec in adapter.linear_modules() if spec.expert is not None}
         self._of_experts = [update for module, update in updates.items() if module in experts]
         self._most_bytes = most_bytes
-        self._highest_bytes = 0
         self.dtype = self._device.compute_dtype(model.matrix_dtype)
         self._gradients = gradients
         if scheduler is None:
@@ -152,21 +151,14 @@ class ModelRunner:
         for update in self._of_experts:
             for parameter in update.parameters():
                 update.gradient(parameter)
-        self._stop_growing()
+        # Gaps grow from step to step otherwise, until memory of all sizes is there.
+        self._make_room(0)
         return loss.item() / n_targets
 
     def _make_room(self, coming_bytes: int) -> None:
         """What is computed next holds so many bytes beside what is held now."""
-        if self._most_bytes is None or rss_bytes() + coming_bytes > self._most_bytes:
+        if self._most_bytes is None or rss_bytes() + coming_bytes > _NEAR_ALL * self._most_bytes:
             self._device.trim()
-
-    def _stop_growing(self) -> None:
-        """Between steps: gaps may grow from step to step, until memory of all sizes is there."""
-        held = rss_bytes()
-        most = self._most_bytes
-        if most is None or held > most or held > max(_NEAR_ALL * most, self._highest_bytes):
-            self._device.trim()
-        self._highest_bytes = max(self._highest_bytes, held)
 
     def _train(
         self,
