@@ -33,7 +33,7 @@ _NUMBER_BYTES, _GRADIENT_BYTES, _MOMENT_BYTES = 4, 4, 8
 #: slots with which reads keep ahead of the compute
 _AHEAD = 8
 #: what the allocator's gaps take of the activations; more where products are kept, with what is freed between them
-_GAPS, _GAPS_OF_KEPT = 0.12, 0.2
+_GAPS, _GAPS_OF_KEPT = 0.175, 0.2
 #: what kernels keep between products: packed inputs, packed gradients, and all else
 _MOST_PACKED_BYTES, _MOST_SCRATCH_BYTES, _KEPT_BYTES = 16_000_000, 8_400_000, 15_500_000
 #: what an interpreter with torch and lema holds on a machine that is only thought of

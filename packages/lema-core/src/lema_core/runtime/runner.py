@@ -44,7 +44,7 @@ from lema_core.store.store import StoreStats, TensorStore
 from lema_core.store.trace import Trace
 
 #: of the memory that a process may have: what comes nearer to all of it begins with giving freed memory back
-_NEAR_ALL = 0.97
+_NEAR_ALL = 0.995
 
 
 @dataclass(frozen=True)

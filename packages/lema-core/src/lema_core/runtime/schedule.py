@@ -266,7 +266,7 @@ class StepCosts:
 
     def coming_bytes(self, shape: StepShape, schedule: StepSchedule) -> tuple[int, int]:
         """The most bytes that the head holds beside what the forward pass left, and that blocks' gradients hold beside
-        what the head left."""
+        what the head left, more than it held itself."""
         dry, wants_dx = self._dry, shape.first_layer < self.n_layers
         in_head = in_backward = 0.0
         for tokens, packing in _packed_chunks(shape, dry.adapter.vocab_size):
@@ -280,7 +280,7 @@ class StepCosts:
                 level = schedule.levels[layer]
                 peak = dry.backward(layer, level, layer > shape.lowest, packing).cost.peak.at(n)
                 in_backward = max(in_backward, peak + working + (0 if level is Level.GRAPH else added))
-        return math.ceil(in_head), math.ceil(in_backward)
+        return math.ceil(in_head), max(0, math.ceil(in_backward - in_head))
 
     def _pair_bytes(self, shape: StepShape, group: Sequence[int]) -> tuple[int, int, int]:
         """Bytes by pairs of tokens that attention makes: those that a graph keeps of a group, and of its largest
