@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from lema_core.device import CpuDevice
 from lema_core.errors import TransferError
 from lema_core.store.states import StateStream
 from lema_core.testing.simulated import SimulatedAccelerator
@@ -79,3 +81,21 @@ def test_moments_in_ram_ask_nothing_of_the_device(tmp_path: Path) -> None:
     assert stream.device_bytes == 0 and stream.ram_bytes == stream.nbytes
     assert torch.equal(stream.take(2), torch.ones(12_288, dtype=torch.uint8))
     stream.close()
+
+
+def test_what_was_read_ahead_of_a_use_that_never_comes_leaves_room(tmp_path: Path) -> None:
+    """All slots hold announced records that nobody has asked for yet, and another one is wanted."""
+    stream = StateStream("grads", [4096] * 4, [], 3, tmp_path, CpuDevice())
+    try:
+        for number in range(3):
+            stream.take(number, fresh=True).fill_(number + 1)
+            stream.give(number)
+        stream.announce([0, 1, 2])
+        with ThreadPoolExecutor(1) as beside:
+            assert not beside.submit(stream.take, 3, True).result(timeout=60).any()
+            stream.give(3)
+        for number in range(3):
+            assert stream.take(number).eq(number + 1).all()
+            stream.give(number, changed=False)
+    finally:
+        stream.close()

@@ -247,11 +247,15 @@ class StateStream:
     def _claim(self, record: int, fresh: bool) -> tuple[int, bool]:
         """The slot of a record, taken, and whether it has to be read."""
         with self._moved:
+            if record in self._ahead:
+                # Read after it was given back, it would keep a slot that nobody asks for.
+                self._ahead.remove(record)
             while True:
                 self._raise_error()
                 slot = self._slot_of.get(record)
                 if slot is None:
                     slot = self._room()
+                    slot = self._given_up() if slot is None else slot
                     if slot is not None:
                         self._assign(slot, record, _Slot.TAKEN)
                         return slot, not fresh
@@ -275,6 +279,14 @@ class StateStream:
             self._queue(next(iter(self._changed)))
             self._moved.notify_all()
         return None
+
+    def _given_up(self) -> int | None:
+        """The slot of a record that was read ahead, where all hold such ones: whoever wants that reads it again."""
+        if any(state is not _Slot.AHEAD for state in self._state):
+            return None
+        slot = len(self._state) - 1
+        del self._slot_of[self._holds[slot]]
+        return slot
 
     def _assign(self, slot: int, record: int, state: _Slot) -> None:
         self._slot_of[record] = slot
