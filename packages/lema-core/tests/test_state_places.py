@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,6 +33,13 @@ def stream(device: SimulatedAccelerator, tmp_path: Path) -> Iterator[StateStream
     made.close()
 
 
+def wait_until(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not ready():
+        assert time.monotonic() < deadline, "the stream's thread does nothing"
+        time.sleep(0.001)
+
+
 def test_each_is_counted_where_it_is(stream: StateStream) -> None:
     assert stream.disk_bytes == 8192
     assert stream.device_bytes == 12_288 + 4096
@@ -47,6 +55,7 @@ def test_all_are_zeros_before_they_are_given_back_and_keep_what_they_are_given(s
         for number in range(4):
             stream.take(number).fill_(10 * turn + number)
             stream.give(number)
+        wait_until(lambda: bool(stream.bytes_written))  # what is taken again before is not written
         stream.announce([3, 2, 1, 0])
         for number in (3, 2, 1, 0):
             assert (stream.take(number) == 10 * turn + number).all()
