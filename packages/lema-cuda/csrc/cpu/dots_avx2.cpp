@@ -5,6 +5,7 @@
 // low-rank term. Of an int8 weight the codes are summed, and each piece's sum is multiplied by the row's scale. Four-bit
 // codes are summed in a lane for each word of eight, 64 codes at a time, to which the lanes' scales are applied. The input gradient is a sum of rows of the weight, in the order of tiles_avx2.cpp.
 
+#include "few.h"
 #include "formats_avx2.h"
 #include "linear.h"
 
@@ -190,18 +191,9 @@ void sum_columns(const Product &p, int64_t from, int64_t to) {
 
 template <int DTYPE>
 void run_dots(void *context, int) {
-  static_assert(FEW == 4, "one case for each number of columns");
-  Job &job = *static_cast<Job *>(context);
-  const Product &p = job.product;
-  for (int64_t from; (from = job.next_row.fetch_add(BLOCK, std::memory_order_relaxed)) < p.m;) {
-    const int64_t to = at_most(p.m, from + BLOCK);
-    switch (p.n) {
-      case 1: dot_rows<DTYPE, 1>(p, from, to); break;
-      case 2: dot_rows<DTYPE, 2>(p, from, to); break;
-      case 3: dot_rows<DTYPE, 3>(p, from, to); break;
-      default: dot_rows<DTYPE, 4>(p, from, to); break;
-    }
-  }
+  deal_few(*static_cast<Job *>(context), BLOCK, [](auto columns, const Product &p, int64_t from, int64_t to) {
+    dot_rows<DTYPE, decltype(columns)::value>(p, from, to);
+  });
 }
 
 template <int DTYPE>
@@ -210,15 +202,9 @@ void run_sums(void *context, int) {
   const Product &p = job.product;
   int64_t share = (p.m / (2 * p.threads) + LEAST - 1) / LEAST * LEAST;
   share = share < LEAST ? LEAST : at_most(share, SUMS);
-  for (int64_t from; (from = job.next_row.fetch_add(share, std::memory_order_relaxed)) < p.m;) {
-    const int64_t to = at_most(p.m, from + share);
-    switch (p.n) {
-      case 1: sum_columns<DTYPE, 1>(p, from, to); break;
-      case 2: sum_columns<DTYPE, 2>(p, from, to); break;
-      case 3: sum_columns<DTYPE, 3>(p, from, to); break;
-      default: sum_columns<DTYPE, 4>(p, from, to); break;
-    }
-  }
+  deal_few(job, share, [](auto columns, const Product &p, int64_t from, int64_t to) {
+    sum_columns<DTYPE, decltype(columns)::value>(p, from, to);
+  });
 }
 
 template void run_dots<LEMA_F32>(void *, int);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../include/lema.h"
+#include "../include/nf4.h"
 
 #include <immintrin.h>
 #include <string.h>
@@ -148,22 +149,7 @@ struct Int4 {
 struct NF4 {
   static constexpr int SWAP = 1;
   static constexpr int64_t COLUMNS = 64, SCALE_BYTES = 4;
-  static constexpr float VALUES[16] = {-1.0f,
-                                       -0.6961928009986877f,
-                                       -0.5250730514526367f,
-                                       -0.39491748809814453f,
-                                       -0.28444138169288635f,
-                                       -0.18477343022823334f,
-                                       -0.09105003625154495f,
-                                       0.0f,
-                                       0.07958029955625534f,
-                                       0.16093020141124725f,
-                                       0.24611230194568634f,
-                                       0.33791524171829224f,
-                                       0.44070982933044434f,
-                                       0.5626170039176941f,
-                                       0.7229568362236023f,
-                                       1.0f};
+  static constexpr float VALUES[16] = {LEMA_NF4_VALUES};
 
   // of codes in the highest four bits
   static __m256 values(__m256i high) {

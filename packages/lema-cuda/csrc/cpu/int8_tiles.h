@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "few.h"
 #include "int8.h"
 #include "tile_avx2.h"
 
@@ -186,14 +187,6 @@ inline Tile scaled(const Product &p, const IntTile &tile, int64_t row, int64_t r
   return out;
 }
 
-inline void put_part(const Tile &tile, float *c, int64_t stride, bool add, int64_t rows, int64_t columns) {
-  if (rows == MR && columns == NR) {
-    put_tile(tile, c, stride, add);
-  } else {
-    put_corner(tile, c, stride, add, rows, columns);
-  }
-}
-
 // The low-rank term beyond its first KC inner products.
 void add_rest_of_low_rank(const Product &p, const Block &block, float *packed_u) {
   for (int64_t start = KC; start < p.rank; start += KC) {
@@ -256,17 +249,7 @@ void multiply_block(const Job &job, const Block &block, int16_t *packed, float *
 // Rounds what is left to round of b, packs what is left of v, and waits for what other threads do of it.
 void round_all(Job &job) {
   const Product &p = job.product;
-  const int64_t of_b = (p.n + NR - 1) / NR, all = of_b + pieces(p.rank);
-  for (int64_t piece; (piece = job.next_piece.fetch_add(1, std::memory_order_relaxed)) < all;) {
-    if (piece < of_b) {
-      round_sliver(p, piece * NR);
-    } else {
-      const int64_t start = (piece - of_b) * KC;
-      pack_slivers(p.v, p.v_stride, p.rank, p.n, start, at_most(p.rank, start + KC), p.packed_v);
-    }
-    job.packed_pieces.fetch_add(1, std::memory_order_release);
-  }
-  wait_for(job.packed_pieces, all);
+  pack_pieces(job, (p.n + NR - 1) / NR, [&](int64_t piece) { round_sliver(p, piece * NR); });
 }
 
 void run_int8_tiles(void *context, int slot) {
@@ -364,18 +347,9 @@ void few_rows(const Product &p, int64_t from, int64_t to) {
 }
 
 void run_int8_few(void *context, int) {
-  static_assert(FEW == 4, "one case for each number of columns");
-  Job &job = *static_cast<Job *>(context);
-  const Product &p = job.product;
-  for (int64_t from; (from = job.next_row.fetch_add(BLOCK, std::memory_order_relaxed)) < p.m;) {
-    const int64_t to = at_most(p.m, from + BLOCK);
-    switch (p.n) {
-      case 1: few_rows<1>(p, from, to); break;
-      case 2: few_rows<2>(p, from, to); break;
-      case 3: few_rows<3>(p, from, to); break;
-      default: few_rows<4>(p, from, to); break;
-    }
-  }
+  deal_few(*static_cast<Job *>(context), BLOCK, [](auto columns, const Product &p, int64_t from, int64_t to) {
+    few_rows<decltype(columns)::value>(p, from, to);
+  });
 }
 
 }  // namespace

@@ -102,6 +102,15 @@ void put_corner(const Tile &tile, float *c, int64_t stride, bool add, int64_t ro
   }
 }
 
+// What c has of a tile: so many rows and columns.
+inline void put_part(const Tile &tile, float *c, int64_t stride, bool add, int64_t rows, int64_t columns) {
+  if (rows == MR && columns == NR) {
+    put_tile(tile, c, stride, add);
+  } else {
+    put_corner(tile, c, stride, add, rows, columns);
+  }
+}
+
 // Memory that is read next, a rectangle of the weight or a sliver of b. Asked for a little at a time while tiles are
 // computed: its pieces lie far apart, which the processor does not foresee.
 class Ahead {
@@ -158,6 +167,23 @@ inline void wait_for(const std::atomic<int64_t> &packed, int64_t all) {
       sched_yield();
     }
   }
+}
+
+// Packs what is left of b, in `of_b` pieces, and of v, and waits for what other threads are packing.
+template <typename PackOfB>
+inline void pack_pieces(Job &job, int64_t of_b, PackOfB pack_of_b) {
+  const Product &p = job.product;
+  const int64_t all = of_b + pieces(p.rank);
+  for (int64_t piece; (piece = job.next_piece.fetch_add(1, std::memory_order_relaxed)) < all;) {
+    if (piece < of_b) {
+      pack_of_b(piece);
+    } else {
+      const int64_t start = (piece - of_b) * KC;
+      pack_slivers(p.v, p.v_stride, p.rank, p.n, start, at_most(p.rank, start + KC), p.packed_v);
+    }
+    job.packed_pieces.fetch_add(1, std::memory_order_release);
+  }
+  wait_for(job.packed_pieces, all);
 }
 
 }  // namespace

@@ -100,11 +100,7 @@ void multiply_block(const Job &job, const Block &block, float *packed, float *pa
         ask_for_tile(c, p.c_stride);
         multiply_tile<ROW, INNER>(a, b, length, tile);
         if (u_length > 0) multiply_tile<1, MR>(u, v, u_length, tile);
-        if (row + MR <= to && column + NR <= p.n) {
-          put_tile(tile, c, p.c_stride, add);
-        } else {
-          put_corner(tile, c, p.c_stride, add, at_most(MR, to - row), at_most(NR, p.n - column));
-        }
+        put_part(tile, c, p.c_stride, add, at_most(MR, to - row), at_most(NR, p.n - column));
       }
     }
   }
@@ -113,17 +109,9 @@ void multiply_block(const Job &job, const Block &block, float *packed, float *pa
 // Packs what is left to pack of b and v, and waits for what other threads are packing.
 void pack_all(Job &job) {
   const Product &p = job.product;
-  const int64_t of_b = p.is_packed ? 0 : pieces(p.inner), all = of_b + pieces(p.rank);
-  for (int64_t piece; (piece = job.next_piece.fetch_add(1, std::memory_order_relaxed)) < all;) {
-    if (piece < of_b) {
-      pack_slivers(p.b, p.b_stride, p.inner, p.n, piece * KC, at_most(p.inner, (piece + 1) * KC), p.packed_b);
-    } else {
-      const int64_t start = (piece - of_b) * KC;
-      pack_slivers(p.v, p.v_stride, p.rank, p.n, start, at_most(p.rank, start + KC), p.packed_v);
-    }
-    job.packed_pieces.fetch_add(1, std::memory_order_release);
-  }
-  wait_for(job.packed_pieces, all);
+  pack_pieces(job, p.is_packed ? 0 : pieces(p.inner), [&](int64_t piece) {
+    pack_slivers(p.b, p.b_stride, p.inner, p.n, piece * KC, at_most(p.inner, (piece + 1) * KC), p.packed_b);
+  });
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <cuda_fp16.h>
 
+#include "../include/nf4.h"
 #include "kernels.h"
 
 namespace lema {
@@ -133,23 +134,7 @@ struct Format_int4 {
 struct Format_nf4 {
   // From a table in shared memory: different codes are different banks.
   static __device__ void prepare(float *table) {
-    // NF4_VALUES of lema_core.quantization.formats, to fp32
-    constexpr float VALUES[16] = {-1.0f,
-                                  -0.6961928009986877f,
-                                  -0.5250730514526367f,
-                                  -0.39491748809814453f,
-                                  -0.28444138169288635f,
-                                  -0.18477343022823334f,
-                                  -0.09105003625154495f,
-                                  0.0f,
-                                  0.07958029955625534f,
-                                  0.16093020141124725f,
-                                  0.24611230194568634f,
-                                  0.33791524171829224f,
-                                  0.44070982933044434f,
-                                  0.5626170039176941f,
-                                  0.7229568362236023f,
-                                  1.0f};
+    constexpr float VALUES[16] = {LEMA_NF4_VALUES};
     if (threadIdx.x == 0) {
 #pragma unroll
       for (int code = 0; code < 16; ++code) table[code] = VALUES[code];
