@@ -1,5 +1,12 @@
 """Errors a user can act on. Each message is one line that names the file, tensor or option, and the way out."""
 
+from __future__ import annotations
+
+
+def in_one_line(error: BaseException) -> str:
+    """What kind of error, and what it says: for those that libraries and plugins raise."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+
 
 class LemaError(Exception):
     """Base of every error lema raises on purpose. ``exit_code`` is what the command line returns."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from lema_core import hookspecs
-from lema_core.errors import CheckpointError, ConfigError, PluginError
+from lema_core.errors import CheckpointError, ConfigError, PluginError, in_one_line
 from lema_core.quantization.choice import AUTO, QuantChoice, choose
 from lema_core.records import (
     Architecture,
@@ -366,7 +366,7 @@ def _normalise(name: str) -> str:
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return text if isinstance(error, PluginError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
+    return text if isinstance(error, PluginError) and text else in_one_line(error)
 
 
 def _by_name(records: list[Any]) -> dict[str, Any]:

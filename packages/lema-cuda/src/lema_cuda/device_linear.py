@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from lema_core.errors import PluginError
 from lema_core.ops.linear import Columns, LinearKernel, apart
-from lema_core.ops.w8a8 import MOST_INPUTS
 from lema_core.quantization.block import QuantizedBlock, WeightBlock
 from lema_cuda.library import open_cuda_library, raise_for_cuda
-from lema_cuda.linear import DTYPES, FORMATS
+from lema_cuda.linear import DTYPES, FORMATS, check_inputs, told
 
 #: numbers that are decoded together: enough rows to keep a device busy, in 8 MB of bf16
 _SCRATCH_ELEMENTS = 1 << 22
@@ -91,18 +90,12 @@ class DeviceLinear(LinearKernel):
         if update is not None:
             _add_update(out_RN, update, segments)
 
-    def _blocks(self, weight_RK: WeightBlock, like: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        if not self._decodes(weight_RK, like):
-            yield from super()._blocks(weight_RK, like)
+    def _fill(self, scratch_rK: Tensor, weight_RK: WeightBlock, start: int) -> None:
+        if not self._decodes(weight_RK, scratch_rK):
+            super()._fill(scratch_rK, weight_RK, start)
             return
-        rows, k = weight_RK.shape
-        step = self._rows_at_once(weight_RK, like)
-        for start in range(0, rows, step):
-            stop = min(rows, start + step)
-            scratch = self._scratch_for((stop - start) * k, like.dtype, like).view(stop - start, k)
-            weight = _described(weight_RK, start, stop)
-            self._queue("decoding a weight", "lema_device_decode", weight, scratch.data_ptr(), like=like)
-            yield start, stop, scratch
+        weight = _described(weight_RK, start, start + len(scratch_rK))
+        self._queue("decoding a weight", "lema_device_decode", weight, scratch_rK.data_ptr(), like=scratch_rK)
 
     def _rows_at_once(self, weight_RK: WeightBlock, like: Tensor) -> int:
         if not self._decodes(weight_RK, like):
@@ -127,12 +120,9 @@ class DeviceLinear(LinearKernel):
             self._tell(
                 f"weights_compute=w8a8: weights in {name} are dequantized, int8 ones alone are multiplied as int8"
             )
-        elif k > MOST_INPUTS:
-            raise PluginError(
-                f"cpp kernel: weights_compute: 'w8a8' sums {MOST_INPUTS} products at most, and a weight has {k} "
-                "inputs; use weights_compute=dequant"
-            )
-        return name == "int8"
+            return False
+        check_inputs(k)
+        return True
 
     def _tell(self, what: str) -> None:
         if what not in self._told:
@@ -186,7 +176,7 @@ def _described(block: QuantizedBlock, start: int = 0, stop: int | None = None) -
     for part, expected in zip(block.parts, block.format.parts(block.shape), strict=True):
         if part.dtype != expected.dtype or part.shape != expected.shape or not part.is_contiguous():
             raise PluginError(
-                f"cpp kernel: part {expected.suffix or 'payload'} of a weight in {block.format.name} is {_told(part)}, "
+                f"cpp kernel: part {expected.suffix or 'payload'} of a weight in {block.format.name} is {told(part)}, "
                 f"expected contiguous {expected.dtype} {list(expected.shape)}"
             )
     stop = rows if stop is None else stop
@@ -201,7 +191,7 @@ def _address_and_stride(tensor: Tensor, rows: int, n: int, dtype: torch.dtype | 
     in_rows = tensor.shape == (rows, n) and (n <= 1 or tensor.stride(1) == 1) and stride >= n
     if not in_rows or tensor.dtype not in DTYPES or tensor.dtype != (dtype or tensor.dtype):
         expected = f"{dtype or 'fp32, fp16 or bf16'} {[rows, n]} with contiguous rows"
-        raise PluginError(f"cpp kernel: an activation is {_told(tensor)}, expected {expected}")
+        raise PluginError(f"cpp kernel: an activation is {told(tensor)}, expected {expected}")
     return tensor.data_ptr(), stride
 
 
@@ -213,7 +203,3 @@ def _add_update(out_RN: Tensor, update: tuple[Tensor, Tensor, float], segments: 
         y.addmm_(low_rank_Rr, a_rN, alpha=scale)
         if (target := out_RN[:, first:last]).data_ptr() != y.data_ptr():
             target.copy_(y)
-
-
-def _told(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"

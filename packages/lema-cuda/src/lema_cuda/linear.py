@@ -222,11 +222,7 @@ class NativeLinear:
         """Of enum lema_compute, forward."""
         if not self._rounds_inputs or isinstance(weight_RK, Tensor) or weight_RK.format.name != "int8":
             return _F32
-        if weight_RK.shape[1] > MOST_INPUTS:
-            raise PluginError(
-                f"cpp kernel: weights_compute: 'w8a8' sums {MOST_INPUTS} products at most, and a weight has "
-                f"{weight_RK.shape[1]} inputs; use weights_compute=dequant"
-            )
+        check_inputs(weight_RK.shape[1])
         return _INT8
 
     def _decode(self, block: QuantizedBlock) -> Iterator[tuple[slice, Tensor]]:
@@ -242,6 +238,15 @@ class NativeLinear:
             yield some, wide
 
 
+def check_inputs(k: int) -> None:
+    """Raises PluginError for a weight with more inputs than W8A8 sums products of."""
+    if k > MOST_INPUTS:
+        raise PluginError(
+            f"cpp kernel: weights_compute: 'w8a8' sums {MOST_INPUTS} products at most, and a weight has {k} inputs; "
+            "use weights_compute=dequant"
+        )
+
+
 def _is_foreign(weight: WeightBlock) -> bool:
     return isinstance(weight, QuantizedBlock) and weight.format.name not in FORMATS
 
@@ -255,14 +260,14 @@ def _addresses_of_weight(weight_RK: WeightBlock) -> tuple[int, int | None, int]:
             same = (part.dtype, part.shape) == (expected.dtype, expected.shape)
             if not same or part.device.type != "cpu" or not part.is_contiguous():
                 raise PluginError(
-                    f"cpp kernel: of a weight in {form.name} there is {_told(part)}, expected contiguous "
+                    f"cpp kernel: of a weight in {form.name} there is {told(part)}, expected contiguous "
                     f"{expected.dtype} {list(expected.shape)} on the CPU"
                 )
         codes, scales = weight_RK.parts
         return codes.data_ptr(), scales.data_ptr(), FORMATS[form.name]
     if weight_RK.dtype not in DTYPES or weight_RK.device.type != "cpu" or not weight_RK.is_contiguous():
         raise PluginError(
-            f"cpp kernel: the weight is {_told(weight_RK)}, expected contiguous fp32, fp16 or bf16 on the CPU"
+            f"cpp kernel: the weight is {told(weight_RK)}, expected contiguous fp32, fp16 or bf16 on the CPU"
         )
     return weight_RK.data_ptr(), None, DTYPES[weight_RK.dtype]
 
@@ -271,7 +276,7 @@ def _address_of_factor(factor: Tensor, rows: int, columns: int) -> tuple[int, in
     """Address and strides of a low-rank factor, a view of any kind."""
     if factor.shape != (rows, columns) or factor.dtype != torch.float32 or factor.device.type != "cpu":
         raise PluginError(
-            f"cpp kernel: a low-rank factor is {_told(factor)}, expected fp32 {[rows, columns]} on the CPU"
+            f"cpp kernel: a low-rank factor is {told(factor)}, expected fp32 {[rows, columns]} on the CPU"
         )
     return factor.data_ptr(), *factor.stride()
 
@@ -283,7 +288,7 @@ def _address_and_stride(tensor: Tensor, rows: int, n: int) -> tuple[int, int]:
     in_rows = tensor.shape == (rows, n) and (n <= 1 or tensor.stride(1) == 1) and stride >= n
     if not in_rows or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
         raise PluginError(
-            f"cpp kernel: an activation is {_told(tensor)}, expected fp32 {[rows, n]} with contiguous rows on the CPU"
+            f"cpp kernel: an activation is {told(tensor)}, expected fp32 {[rows, n]} with contiguous rows on the CPU"
         )
     return tensor.data_ptr(), stride
 
@@ -292,5 +297,6 @@ def _packing(shape: tuple[int, int], apart: bool) -> str:
     return f"{list(shape)} {'in' if apart else 'without'} segments"
 
 
-def _told(tensor: Tensor) -> str:
+def told(tensor: Tensor) -> str:
+    """What a tensor is, for errors about it."""
     return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"

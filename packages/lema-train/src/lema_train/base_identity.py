@@ -19,13 +19,12 @@ from typing import Any
 from lema_core.cache import cache_folder
 from lema_core.checkpoint import Manifest, read_hf_config
 from lema_core.errors import CheckpointError
-from lema_core.files import replacing
+from lema_core.files import replacing, sha256_of_file
 
 #: fields of config.json that decide which tensor of the files is which weight
 _FIELDS = ("model_type", "tie_word_embeddings")
 #: reading more than this is worth a word
 _LARGE_BYTES = 1_000_000_000
-_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def identify_base(base: Manifest, name: str, say: Callable[[str], None] = lambda
     Its files are read whole once on a machine, which ``say`` hears when it takes a while. Raises CheckpointError naming
     a file that cannot be read.
     """
-    sizes = {path: _status(path).st_size for path in weight_paths(base)}
+    sizes = {path: _status(path).st_size for path in base.paths}
     files = {path.name: FileIdentity(nbytes, sha256_of(path, say)) for path, nbytes in sizes.items()}
     return BaseIdentity(name, files, _config_fields(base.folder))
 
@@ -73,7 +72,7 @@ def difference(expected: BaseIdentity, base: Manifest, say: Callable[[str], None
     What costs nothing to compare is compared first. A single file may have another name. Raises CheckpointError naming
     a file that cannot be read.
     """
-    paths = {path.name: path for path in weight_paths(base)}
+    paths = {path.name: path for path in base.paths}
     if len(paths) == len(expected.files) == 1:
         paths = dict(zip(expected.files, paths.values(), strict=True))
     if absent := sorted(expected.files.keys() - paths.keys()):
@@ -92,11 +91,6 @@ def difference(expected: BaseIdentity, base: Manifest, say: Callable[[str], None
         if sha256 != expected.files[name].sha256:
             return f"{path.name}: sha256 {expected.files[name].sha256[:16]}... expected, {sha256[:16]}... found"
     return None
-
-
-def weight_paths(base: Manifest) -> list[Path]:
-    """The files that the tensors of ``base`` are in."""
-    return base.paths
 
 
 def sha256_of(path: Path, say: Callable[[str], None] = lambda line: None) -> str:
@@ -147,22 +141,16 @@ def _sha256_once(path: str, nbytes: int, mtime_ns: int, ctime_ns: int) -> str:
     kept = _kept(path, nbytes, mtime_ns, ctime_ns)
     if kept is not None:
         return kept
-    digest = hashlib.sha256()
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while piece := file.read(_PIECE_BYTES):
-                digest.update(piece)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    sha256 = sha256_of_file(Path(path))
     target = _kept_at(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as partial:
-            text = json.dumps({"of": [path, nbytes, mtime_ns, ctime_ns], "sha256": digest.hexdigest()})
+            text = json.dumps({"of": [path, nbytes, mtime_ns, ctime_ns], "sha256": sha256})
             partial.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         warnings.warn(
             f"{target}: the hash of {path} is not kept: {error.strerror or error}; LEMA_CACHE says where it goes",
             stacklevel=2,
         )
-    return digest.hexdigest()
+    return sha256

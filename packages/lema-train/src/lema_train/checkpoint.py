@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lema_core.atomic import atomic_folder, remove_folder, write_json
 from lema_core.checkpoint import TensorInfo, read_header, write_safetensors
 from lema_core.errors import CheckpointError, ConfigError
+from lema_core.files import sha256_of_file
 from lema_train.state import FORMAT_VERSION, TrainerState
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def write_checkpoint(folder: Path, state: TrainerState, trained: TrainedFiles) -
         trained.write_weights(temporary)
         write_safetensors(temporary / OPTIMIZER_FILE, trained.states(state.step))
         files = {
-            path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(temporary.iterdir())
+            path.name: {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
+            for path in sorted(temporary.iterdir())
         }
         write_json(temporary / STATE_FILE, {"format_version": FORMAT_VERSION, **state.to_json(), "files": files})
 
@@ -187,16 +188,5 @@ def _check_file(folder: Path, name: str, expected: Any, hashes: bool) -> None:
         raise IncompleteError(
             f"{folder}: incomplete: {name}: {expected.get('bytes')} bytes expected, {found_bytes} bytes found"
         )
-    if hashes and _sha256(path) != expected.get("sha256"):
+    if hashes and sha256_of_file(path) != expected.get("sha256"):
         raise IncompleteError(f"{folder}: incomplete: {name}: its sha256 is not the one {STATE_FILE} gives: damaged")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return digest.hexdigest()

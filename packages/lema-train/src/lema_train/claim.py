@@ -6,8 +6,6 @@ file, without a lock: the next run takes it over.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -15,10 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lema_core.errors import CheckpointError, ConfigError
+from lema_core.locks import is_open_at, lock_file
 
 LOCK_FILE = ".lema-run"
-#: of file systems without locks
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -53,7 +50,7 @@ def _lock(folder: Path, say: Callable[[str], None]) -> int:
         except OSError as error:
             raise CheckpointError(f"output_dir: {folder}: cannot be written to: {error.strerror or error}") from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = lock_file(path, descriptor)
         except BlockingIOError:
             holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
@@ -61,21 +58,14 @@ def _lock(folder: Path, say: Callable[[str], None]) -> int:
                 f"output_dir: {folder} is in use by another run, {holder}: wait until it is over, stop it, or give "
                 "another output_dir"
             ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(descriptor)
-                raise CheckpointError(f"{path}: cannot be locked: {error.strerror or error}") from error
+        except CheckpointError:
+            os.close(descriptor)
+            raise
+        if not locked:
             say(f"{folder}: its file system keeps no locks: see to it that no other run writes there")
-        if _is(path, descriptor):
+        if is_open_at(path, descriptor):
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             return descriptor
         # The run that had it ended in between, and took the file away.
         os.close(descriptor)
-
-
-def _is(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from lema.compose import compose, group_choices
 from lema.report import Row, print_sections
 from lema_core import memory
-from lema_core.errors import LemaError
+from lema_core.errors import LemaError, in_one_line
 from lema_core.memory import format_bytes
 from lema_core.plugins import get_plugin_manager
+from lema_core.quantization.choice import why_unavailable
 from lema_core.records import load_object
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _why_not(attempt: Callable[[], Any]) -> str | None:
     try:
         attempt()
     except Exception as error:  # whatever a plugin's module raises is the answer to the question
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return in_one_line(error)
     return None
 
 
@@ -183,7 +184,7 @@ def _kernels() -> Iterable[Row]:
 
 def _quant_backends() -> Iterable[Row]:
     for backend in get_plugin_manager().quant_backends():
-        reason = backend.unavailable("cpu") or _why_not(partial(load_object, backend.codec))
+        reason = why_unavailable(backend, "cpu") or _why_not(partial(load_object, backend.codec))
         about = f"weights_bits={backend.bits}, priority {backend.priority}"
         yield Row(f"{backend.name}: {backend.format}", reason or about, reason is None)
 

@@ -137,22 +137,13 @@ class LemaModel:
         self._model = cut_model(self.adapter, bound, trained=weights, space=space)
 
     def _with_tied(self, weights: Collection[str]) -> set[str]:
-        """``weights`` and what is one tensor with them. Raises CheckpointError for one that only its codes are left
-        of."""
+        """``weights`` and what is one tensor with them."""
         pairs = [(spec.name, spec.tied_to) for spec in self.adapter.tensors() if spec.tied_to is not None]
         found = set(weights)
         for pair in pairs:
             one, other = (self._originals[name] for name in pair)
             if one == other and found.intersection(pair):
                 found.update(pair)
-        for name in sorted(found):
-            info = self._originals[name]
-            if info.quantized is not None:
-                raise CheckpointError(
-                    f"{info.segment.path}: tensor {info.name!r} is to train, and only its {info.storage} is here: give "
-                    f"the model that it was made from, with weights_bits={self.config.weights_bits or 8} for the rest, "
-                    "or train LoRA weights (training_mode=lora)"
-                )
         return found
 
     @property

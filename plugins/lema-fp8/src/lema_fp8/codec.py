@@ -8,13 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lema_core.quantization.codec import WeightCodec, row_absmax, row_chunks
+from lema_core.quantization.codec import WeightCodec, divisors, row_absmax, row_chunks, row_scales
 from lema_core.quantization.formats import WireFormat, WirePart
 
 #: the largest number of E4M3
 LARGEST = 448.0
-_SMALLEST_SCALE = 2.0**-149
-_LARGEST_SCALE = torch.finfo(torch.float32).max * (1 - 2**-23) / LARGEST
 
 
 class Fp8Rows(WireFormat):
@@ -45,8 +43,6 @@ class Fp8Codec(WeightCodec):
     def encode(self, weight_rK: Tensor, parts: tuple[Tensor, ...]) -> None:
         for rows_rK, (codes_rK, scale_r), first in row_chunks(weight_rK, parts):
             absmax_r = row_absmax(rows_rK, first).float()
-            torch.div(absmax_r, LARGEST, out=scale_r)
-            scale_r.clamp_(_SMALLEST_SCALE, _LARGEST_SCALE).masked_fill_(absmax_r == 0, 0)
-            divisor_r1 = scale_r.masked_fill(scale_r == 0, 1)[:, None]
+            row_scales(absmax_r, scale_r, LARGEST)
             # What is too large for E4M3 would become NaN.
-            codes_rK.copy_((rows_rK.float() / divisor_r1).clamp_(-LARGEST, LARGEST))
+            codes_rK.copy_((rows_rK.float() / divisors(scale_r)).clamp_(-LARGEST, LARGEST))

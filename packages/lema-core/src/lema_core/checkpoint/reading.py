@@ -24,6 +24,14 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+def as_numbers(memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Bytes, uint8 and part of aligned memory, as what they stand for; a copy where ``dtype`` cannot be read at that
+    address."""
+    if memory.storage_offset() % dtype.itemsize:
+        memory = memory.clone()
+    return memory.view(dtype).view(shape)
+
+
 def read_tensor(info: TensorInfo) -> Tensor:
     """Read ``info``'s data into a fresh CPU tensor, decoded where it is quantized. Raises CheckpointError when the file
     cannot give all of it."""

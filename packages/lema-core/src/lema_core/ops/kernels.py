@@ -72,9 +72,8 @@ def choose_kernels(
         return impl(weights_compute=weights_compute) if op == "linear" and weights_compute == "w8a8" else impl()
 
     made = {each.name: make(each.name) for each in fields(Kernels)}
-    in_ram, on_device = make("adamw", "cpu"), made["adamw"]
-    if type(in_ram) is not type(on_device):
-        made["adamw"] = AdamWEither(in_ram, on_device)
+    if device_type != "cpu" and type(in_ram := make("adamw", "cpu")) is not type(made["adamw"]):
+        made["adamw"] = AdamWEither(in_ram, made["adamw"])
     return Kernels(**made)
 
 

@@ -114,15 +114,19 @@ class LinearKernel:
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             scratch = self._scratch_for((stop - start) * k, like.dtype, like).view(stop - start, k)
-            if isinstance(weight_RK, Tensor):
-                scratch.copy_(weight_RK[start:stop])
-            elif like.dtype == torch.float32:
-                weight_RK.decode(scratch, start)
-            else:
-                decoded = self._scratch_for((stop - start) * k, torch.float32, like).view(stop - start, k)
-                weight_RK.decode(decoded, start)
-                scratch.copy_(decoded)
+            self._fill(scratch, weight_RK, start)
             yield start, stop, scratch
+
+    def _fill(self, scratch_rK: Tensor, weight_RK: WeightBlock, start: int) -> None:
+        """Rows ``start`` and on of a weight, in the dtype of ``scratch``."""
+        if isinstance(weight_RK, Tensor):
+            scratch_rK.copy_(weight_RK[start : start + len(scratch_rK)])
+        elif scratch_rK.dtype == torch.float32:
+            weight_RK.decode(scratch_rK, start)
+        else:
+            decoded = self._scratch_for(scratch_rK.numel(), torch.float32, scratch_rK).view_as(scratch_rK)
+            weight_RK.decode(decoded, start)
+            scratch_rK.copy_(decoded)
 
     def _rows_at_once(self, weight_RK: WeightBlock, like: Tensor) -> int:
         """Rows of a block that is multiplied at once: all where nothing has to be widened or decoded."""

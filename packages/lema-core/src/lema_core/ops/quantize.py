@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lema_core.errors import PluginError
 from lema_core.plugins import PluginManager, get_plugin_manager
 from lema_core.records import load_object
 
@@ -29,7 +30,8 @@ class Quantize(Protocol):
 
 def native_quantize(plugins: PluginManager | None = None) -> Quantize | None:
     """The kernel of highest priority that can serve; None where none is installed or each has a reason not to."""
-    for kernel in (plugins or get_plugin_manager()).kernels():
-        if kernel.op == OP and kernel.device_type in ("*", "cpu") and not kernel.unsupported(None):
-            return load_object(kernel.impl)()
-    return None
+    try:
+        kernel, _ = (plugins or get_plugin_manager()).choose_kernel(OP, None, "cpu")
+    except PluginError:
+        return None
+    return load_object(kernel.impl)()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lema_core.errors import ConfigError, LemaError
+from lema_core.errors import ConfigError, LemaError, in_one_line
 from lema_core.quantization.choice import AUTO, QuantChoice
 from lema_core.quantization.codec import WeightCodec
 from lema_core.records import QuantBackend, load_object
@@ -85,7 +85,7 @@ class WeightQuantizer:
                 self._codecs[record] = load_object(record.codec)()
             except Exception as error:
                 self._codecs[record] = None
-                self._say(record, f"{record} cannot be loaded: {_text(error)}")
+                self._say(record, f"{record} cannot be loaded: {in_one_line(error)}")
         return self._codecs[record]
 
     def _say(self, key: object, line: str) -> None:
@@ -117,11 +117,7 @@ class ChosenCodec(WeightCodec):
             except Exception as error:
                 self._say(
                     (record, "fails"),
-                    f"{record} fails on {list(weight_rK.shape)} {weight_rK.dtype}: {_text(error)}; "
+                    f"{record} fails on {list(weight_rK.shape)} {weight_rK.dtype}: {in_one_line(error)}; "
                     f"{next_record} takes its place",
                 )
         return self._codecs[-1][1].encode(weight_rK, parts)
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lema_core.errors import ConfigError, PluginError
+from lema_core.errors import ConfigError, PluginError, in_one_line
 from lema_core.records import QuantBackend
 from lema_core.suggest import unknown_name
 
@@ -57,14 +57,14 @@ def choose(
     named = [each for each in serving.values() if name in (AUTO, each.name)]
     sentences, usable = [], []
     for record in named:
-        if (reason := _unavailable(record, device_type)) is not None:
+        if (reason := why_unavailable(record, device_type)) is not None:
             sentences.append(f"{record.name}: {reason}")
         else:
             usable.append(record)
             if answer is None:
                 break
     if not named:
-        others = [each for each in records if each.name == name and _unavailable(each, device_type) is None]
+        others = [each for each in records if each.name == name and why_unavailable(each, device_type) is None]
         sentences.append(f"{name}: has no {wanted}" + (f", only {_listed(others)}" if others else ""))
     if len(usable) > 1 and answer is not None:
         usable = [_picked(answer, usable)]
@@ -90,7 +90,7 @@ def _defaults(records: Sequence[QuantBackend]) -> dict[str, QuantBackend]:
 def _stand_ins(records: Sequence[QuantBackend], meant: QuantBackend, device_type: str) -> list[QuantBackend]:
     """Records of FALLBACK: that of the format which weights were to get, and its default for as many bits, which takes
     shapes that the format refuses."""
-    own = [each for each in records if each.name == FALLBACK and _unavailable(each, device_type) is None]
+    own = [each for each in records if each.name == FALLBACK and why_unavailable(each, device_type) is None]
     return [
         *(each for each in own if each.format == meant.format),
         *[each for each in own if each.bits == meant.bits][:1],
@@ -111,12 +111,12 @@ def _what(bits: int | None, format: str | None) -> str:
     return format if bits is None else f"{bits} bits" if format is None else f"{format} of {bits} bits"
 
 
-def _unavailable(record: QuantBackend, device_type: str) -> str | None:
+def why_unavailable(record: QuantBackend, device_type: str) -> str | None:
     """Why it cannot serve here; None when it can. What a plugin raises instead of saying so is a reason too."""
     try:
         return record.unavailable(device_type)
     except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+        return in_one_line(error)
 
 
 def _listed(records: Sequence[QuantBackend]) -> str:

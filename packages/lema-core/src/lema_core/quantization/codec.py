@@ -17,6 +17,7 @@ from lema_core.quantization.formats import WireFormat
 #: numbers that codecs work on at a time: an fp32 copy has a megabyte, which stays in a core's cache, and the cost of
 #: torch's calls does not count
 CHUNK_NUMBERS = 1 << 18
+_SMALLEST_SCALE = 2.0**-149
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -82,6 +83,20 @@ def row_absmax(rows_rK: Tensor, first_row: int = 0) -> Tensor:
     absmax_r = torch.maximum(rows_rK.amax(1), rows_rK.amin(1).neg_())
     check_finite(absmax_r, rows_rK, first_row)
     return absmax_r
+
+
+def row_scales(absmax_r: Tensor, scale_r: Tensor, most: float) -> None:
+    """The scales of rows, fp32 as their largest sizes, which become ``most`` scales: 0 where all numbers are zero,
+    never 0 or too large elsewhere."""
+    torch.div(absmax_r, most, out=scale_r)
+    # ``most`` times the largest one is finite
+    largest = torch.finfo(torch.float32).max * (1 - 2**-23) / most
+    scale_r.clamp_(_SMALLEST_SCALE, largest).masked_fill_(absmax_r == 0, 0)
+
+
+def divisors(scale: Tensor) -> Tensor:
+    """What numbers are divided by, a column: the scale, or 1 where there are only zeros."""
+    return scale.masked_fill(scale == 0, 1).unsqueeze(-1)
 
 
 def check_finite(absmax: Tensor, rows_rK: Tensor, first_row: int = 0) -> None:

@@ -127,6 +127,7 @@ class StepCosts:
         self._dry = dry
         self.n_layers = dry.adapter.n_layers
         self.evaluation = lru_cache(maxsize=64)(self._evaluation)
+        self.coming_bytes = lru_cache(maxsize=64)(self._coming_bytes)
 
     # -- what is borrowed, and what is computed in between
 
@@ -264,7 +265,7 @@ class StepCosts:
             peak = max([peak, *(fixed + dry.embed_gradient(packing).cost.peak.at(n) for _, n, packing in groups)])
         return math.ceil(peak)
 
-    def coming_bytes(self, shape: StepShape, schedule: StepSchedule) -> tuple[int, int]:
+    def _coming_bytes(self, shape: StepShape, schedule: StepSchedule) -> tuple[int, int]:
         """The most bytes that the head holds beside what the forward pass left, and that blocks' gradients hold beside
         what the head left, more than it held itself."""
         dry, wants_dx = self._dry, shape.first_layer < self.n_layers

@@ -12,7 +12,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from lema_core.checkpoint.reading import scales_error
+from lema_core.checkpoint.reading import as_numbers, scales_error
 from lema_core.errors import CheckpointError
 from lema_core.store.granules import Granule, Part, Piece, Read
 from lema_core.store.reads import PythonReads, Range, Reads
@@ -123,10 +123,9 @@ def _check_scales(part: Part, granule: Granule, slot: memoryview) -> None:
 
 
 def _view(piece: Piece, slot: memoryview) -> Tensor:
-    """A copy where it lies at an odd place."""
     nbytes = prod(piece.shape) * piece.dtype.itemsize
-    lying = torch.frombuffer(slot, dtype=torch.uint8, count=nbytes, offset=piece.offset)
-    return (lying.clone() if piece.offset % piece.dtype.itemsize else lying).view(piece.dtype)
+    lying = torch.frombuffer(slot, dtype=torch.uint8)[piece.offset : piece.offset + nbytes]
+    return as_numbers(lying, piece.dtype, piece.shape)
 
 
 def _open_buffered(path: Path) -> int:

@@ -280,12 +280,13 @@ def cut_model(
     ``trained``: names of the tensors that train, of a tied pair either; they are fp32 and lie in ``space``. Raises
     CheckpointError for one that is quantized: its numbers are not there to be trained.
     """
-    for name in trained:
+    for name in sorted(trained):
         if tensors[name].quantized is not None:
             info = tensors[name]
             raise CheckpointError(
                 f"{info.segment.path}: tensor {info.name!r} is to train and is {info.storage} in the file: use the "
-                "unquantized model, one that was quantized without what trains, or LoRA weights (training_mode=lora)"
+                "unquantized model, with weights_bits for the rest, or one that was quantized without what trains, or "
+                "LoRA weights (training_mode=lora)"
             )
     specs = adapter.tensors()
     tables = {spec.name: tensors[spec.name] for spec in specs if spec.role == "embedding"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lema_core.checkpoint.reading import scales_error, tensor_bytes
+from lema_core.checkpoint.reading import as_numbers, scales_error, tensor_bytes
 from lema_core.device import map_ram
 from lema_core.errors import DataError
 from lema_core.ops.widen import TorchWiden, Widen
@@ -142,8 +142,9 @@ class RowCache:
         try:
             reads = self._reads(spans)
             self.bytes_read += self._reader.read_all(reads, self._bounce_memory, (self._info.name,))
+            read = iter(reads)
             for part, region in zip(self._info.stored, self._rows, strict=True):
-                region[at] = torch.cat([self._found(part, span, reads.pop(0)) for span in spans])
+                region[at] = torch.cat([self._found(part, span, next(read)) for span in spans])
             if self._info.quantized is not None:
                 form = self._info.quantized.format
                 if (wrong := form.wrong_scales(region[at] for region in self._rows[1:])) is not None:
@@ -169,9 +170,7 @@ class RowCache:
     def _found(self, part: TensorInfo, span: range, read: Read) -> Tensor:
         stop = read.slot_offset + read.needed_bytes
         found = self._bounce[stop - len(span) * _row_bytes(part) : stop]
-        if found.storage_offset() % part.dtype.itemsize:
-            found = found.clone()
-        return found.view(part.dtype).view(len(span), *part.shape[1:])
+        return as_numbers(found, part.dtype, (len(span), *part.shape[1:]))
 
 
 def _row_bytes(part: TensorInfo) -> int:

@@ -255,7 +255,6 @@ class StateStream:
                 slot = self._slot_of.get(record)
                 if slot is None:
                     slot = self._room()
-                    slot = self._given_up() if slot is None else slot
                     if slot is not None:
                         self._assign(slot, record, _Slot.TAKEN)
                         return slot, not fresh
@@ -279,14 +278,6 @@ class StateStream:
             self._queue(next(iter(self._changed)))
             self._moved.notify_all()
         return None
-
-    def _given_up(self) -> int | None:
-        """The slot of a record that was read ahead, where all hold such ones: whoever wants that reads it again."""
-        if any(state is not _Slot.AHEAD for state in self._state):
-            return None
-        slot = len(self._state) - 1
-        del self._slot_of[self._holds[slot]]
-        return slot
 
     def _assign(self, slot: int, record: int, state: _Slot) -> None:
         self._slot_of[record] = slot
@@ -359,13 +350,16 @@ class StateStream:
     def _protect(self, record: int) -> None:
         """What is announced and still there is not given up."""
         slot = self._slot_of[record]
-        if self._state[slot] is _Slot.CLEAN:
+        if self._state[slot] is _Slot.CLEAN and self._may_hold_ahead():
             self._settle(slot, _Slot.AHEAD)
 
     def _room_ahead(self) -> int | None:
+        return self._room() if self._may_hold_ahead() else None
+
+    def _may_hold_ahead(self) -> bool:
         """One slot is left to what is worked on."""
         busy = sum(state in (_Slot.AHEAD, _Slot.MOVING) for state in self._state)
-        return self._room() if busy < self.n_slots - 1 else None
+        return busy < self.n_slots - 1
 
     def _transfer(self, slot: int, record: int, write: bool) -> None:
         nbytes = self._sizes[record]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from lema_core.checkpoint.reading import as_numbers, tensor_bytes
 
 
 class Window:
@@ -37,7 +38,7 @@ class Window:
             found = self._view(index * self.slot_bytes + offset, dtype, shape)
             if found is None:
                 count = math.prod(shape) * dtype.itemsize
-                return self.slot(index)[offset : offset + count].clone().view(dtype).view(shape)
+                return as_numbers(self.slot(index)[offset : offset + count], dtype, shape)
             self._blocks[index][key] = found
         return found
 
@@ -56,8 +57,7 @@ class Window:
 
     def memory(self, index: int) -> memoryview:
         """The same bytes for file reads; only for a slab in RAM."""
-        address = self._slab.data_ptr() + index * self.slot_bytes
-        return memoryview((ctypes.c_char * self.slot_bytes).from_address(address)).cast("B")
+        return tensor_bytes(self.slot(index))
 
     def free(self) -> None:
         """Give the slab back; only when nothing fills it any more."""

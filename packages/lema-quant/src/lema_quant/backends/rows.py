@@ -7,9 +7,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from lema_core.quantization.codec import WeightCodec, row_absmax, row_chunks
+from lema_core.quantization.codec import WeightCodec, divisors, row_absmax, row_chunks, row_scales
 from lema_core.quantization.formats import Int8Rows
-from lema_quant.custom.int8 import divisors, row_codes, row_scales
+from lema_quant.custom.int8 import MOST, row_codes
 
 #: below it a library's 1 / scale or 127 / absmax may be infinite
 _LEAST_ABSMAX = 2.0**-100
@@ -24,7 +24,7 @@ class RowsByLibrary(WeightCodec):
     def encode(self, weight_rK: Tensor, parts: tuple[Tensor, ...]) -> None:
         for rows_rK, (codes_rK, scale_r), first in row_chunks(weight_rK, parts):
             absmax_r = row_absmax(rows_rK, first).float()
-            row_scales(absmax_r, scale_r)
+            row_scales(absmax_r, scale_r, MOST)
             numbers_rK = rows_rK.float().contiguous()
             codes_rK.copy_(self.codes(numbers_rK, divisors(scale_r)))
             if (tiny_r := absmax_r < _LEAST_ABSMAX).any():

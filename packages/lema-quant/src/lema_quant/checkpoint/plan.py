@@ -119,11 +119,6 @@ class QuantizationPlan:
         return sum(file.source_nbytes for file in self.files)
 
     @property
-    def needed_bytes(self) -> int:
-        """Disk space at most."""
-        return sum(file.needed_bytes for file in self.files) + self.beside_bytes
-
-    @property
     def beside_bytes(self) -> int:
         return sum((self.folder / path).stat().st_size for path in self.copied) + 1_000_000
 

@@ -7,8 +7,6 @@ last of them; another base, or other options, begin anew.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -28,6 +26,8 @@ from lema_core.atomic import check_target, put_in_place, room_for, write_json
 from lema_core.checkpoint import TensorInfo, TensorToWrite, read_elements, write_safetensors
 from lema_core.checkpoint.manifest import INDEX_NAME
 from lema_core.errors import CheckpointError
+from lema_core.files import sha256_of_file
+from lema_core.locks import is_open_at, lock_file
 from lema_core.quantization.codec import NotFiniteWeight
 from lema_core.quantization.report import ErrorMeter, QuantizationReport, TensorReport
 from lema_quant.checkpoint.plan import PlannedFile, PlannedTensor, QuantizationPlan, Recipe, plan_quantization
@@ -43,7 +43,6 @@ _PROGRESS_FILE, _LOCK_FILE = "progress.json", ".lock"
 #: numbers of a block: the few that are on their way at once take about a granule's memory
 _BLOCK = 1 << 20
 _MOST_THREADS = 8
-_PIECE_BYTES = 1 << 20
 
 _Done = TypeVar("_Done")
 
@@ -128,7 +127,7 @@ class _Finished:
             path = working / file.name
             if kept is None or not path.is_file() or path.stat().st_size != kept["bytes"]:
                 continue
-            if _sha256(path) == kept["sha256"]:
+            if sha256_of_file(path) == kept["sha256"]:
                 self.files[file.name] = kept
             else:
                 say(f"{path}: changed since it was written, and is made anew")
@@ -150,7 +149,7 @@ class _Finished:
     def add(self, path: Path, tensors: list[TensorReport]) -> None:
         """``path`` is complete and on the disk."""
         described = [tensor_to_json(each) for each in tensors]
-        self.files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path), "tensors": described}
+        self.files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of_file(path), "tensors": described}
         write_json(self._path, {"identity": self._plan.identity, "files": self.files})
 
     def reports(self, name: str) -> list[TensorReport]:
@@ -319,7 +318,7 @@ def _alone_in(working: Path, say: Callable[[str], object]) -> Iterator[None]:
             raise CheckpointError(f"{working}: cannot be written: {error.strerror or error}") from error
         try:
             _lock(working, lock, say)
-            if not _is_open(working / _LOCK_FILE, lock):
+            if not is_open_at(working / _LOCK_FILE, lock):
                 continue  # whoever had it is through
             yield
             return
@@ -328,25 +327,11 @@ def _alone_in(working: Path, say: Callable[[str], object]) -> Iterator[None]:
 
 
 def _lock(working: Path, lock: int, say: Callable[[str], object]) -> None:
+    path = working / _LOCK_FILE
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked = lock_file(path, lock)
     except BlockingIOError:
         say(f"{working}: another process quantizes this model there; waiting for it")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:
+        locked = lock_file(path, lock, wait=True)
+    if not locked:
         say(f"{working}: its file system keeps no locks: see to it that no other process quantizes there")
-
-
-def _is_open(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()

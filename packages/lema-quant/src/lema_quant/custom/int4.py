@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lema_core.quantization.codec import WeightCodec, check_finite, row_chunks
+from lema_core.quantization.codec import WeightCodec, check_finite, divisors, row_chunks
 from lema_core.quantization.formats import Int4Groups
-from lema_quant.custom.int8 import divisors
 from lema_quant.custom.packing import pack_low_first
 
 #: the number of largest size in a group is about -8 scales. Either it is one exactly, and the group's range is used to

@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lema_core.quantization.codec import WeightCodec, row_absmax, row_chunks
+from lema_core.quantization.codec import WeightCodec, divisors, row_absmax, row_chunks, row_scales
 from lema_core.quantization.formats import Int8Rows
 
 MOST = 127
-_SMALLEST = 2.0**-149
-#: 127 times this is finite
-_LARGEST = torch.finfo(torch.float32).max * (1 - 2**-23) / MOST
 
 
 class Int8Codec(WeightCodec):
@@ -23,21 +20,10 @@ class Int8Codec(WeightCodec):
     def encode(self, weight_rK: Tensor, parts: tuple[Tensor, ...]) -> None:
         for rows_rK, (codes_rK, scale_r), first in row_chunks(weight_rK, parts):
             numbers_rK = rows_rK.to(torch.float32, copy=True)
-            row_scales(row_absmax(numbers_rK, first), scale_r)
+            row_scales(row_absmax(numbers_rK, first), scale_r, MOST)
             codes_rK.copy_(row_codes(numbers_rK, scale_r))
-
-
-def row_scales(absmax_r: Tensor, scale_r: Tensor) -> None:
-    """The scales of rows, fp32 as their largest sizes: 0 where all numbers are, never 0 or too large elsewhere."""
-    torch.div(absmax_r, MOST, out=scale_r)
-    scale_r.clamp_(_SMALLEST, _LARGEST).masked_fill_(absmax_r == 0, 0)
 
 
 def row_codes(numbers_rK: Tensor, scale_r: Tensor) -> Tensor:
     """Codes, still in fp32, in the place of the numbers."""
     return numbers_rK.div_(divisors(scale_r)).round_().clamp_(-MOST, MOST)
-
-
-def divisors(scale: Tensor) -> Tensor:
-    """What numbers are divided by, a column: the scale, or 1 where there are only zeros."""
-    return scale.masked_fill(scale == 0, 1).unsqueeze(-1)
