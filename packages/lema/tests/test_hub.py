@@ -330,8 +330,9 @@ def test_ctrl_c_on_a_dead_connection_ends_at_once_and_keeps_what_was_received(
     options = ["model_name_or_path=org/tiny", "task=generate", "prompt=say", "max_new_tokens=3"]
     child = lema.start(*options, before=f"{locate.environment()}\n{SMALL_PIECES}")
     assert hub.stalled.wait(60)
-    blobs = locate.home / "hub/models--org--tiny/blobs"
-    child.wait_until(lambda: sum(path.stat().st_size for path in blobs.glob("*.lema.incomplete")) >= 4000, "received")
+    digest = hashlib.sha256(model_files["model.safetensors"]).hexdigest()
+    partial = locate.home / f"hub/models--org--tiny/blobs/{digest}.lema.incomplete"
+    child.wait_until(lambda: partial.exists() and partial.stat().st_size >= 4000, "received")
     child.signal(signal.SIGINT)
     assert child.wait(8) == 130 and "Traceback" not in child.err
     hub.stalls.clear()
