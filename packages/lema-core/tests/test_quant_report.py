@@ -7,11 +7,19 @@ import json
 import pytest
 import torch
 
+from lema_core.quantization import report as report_module
 from lema_core.quantization.formats import Int8Rows
 from lema_core.quantization.report import ErrorMeter, QuantizationReport, TensorReport
 from lema_core.testing.comparing import relative
 
 FORMAT = Int8Rows()
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the installed kernel, if there is one, and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(report_module, "native_quantize", lambda: None)
 
 
 def int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

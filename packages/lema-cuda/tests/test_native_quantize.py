@@ -125,6 +125,35 @@ def test_rows_apart_and_nothing_beside(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(part[[0, 4, 5]], old[[0, 4, 5]])
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_errors_of_columns(name: str, dtype: torch.dtype) -> None:
+    """Added to what is there, in fp64, of numbers of any size."""
+    form = wire_formats()[name]
+    for rows, k in ((1, 64), (70, 192)) if name == "nf4" else ((1, 1), (5, 7), (63, 8), (130, 301)):
+        weight = normal(rows, k, dtype)
+        if dtype != torch.float16:
+            weight[:, ::3] *= 1e-20
+            weight[:, 1::3] *= 1e20
+        parts = packed(name, weight)
+        form.decode(parts, decoded := torch.empty(rows, k))
+        found = [torch.full((k,), 3.0, dtype=torch.float64) for _ in range(2)]
+        before = [part.clone() for part in parts]
+        NativeQuantize().add_errors(name, weight, parts, *found)
+        expected = [3 + numbers.double().square().sum(0) for numbers in (weight, decoded - weight.float())]
+        for sums, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(sums, right, rtol=1e-12, atol=0)
+        assert all(map(torch.equal, parts, before))
+
+
+def test_sums_that_fit_no_column_are_refused() -> None:
+    weight = normal(4, 64)
+    sums = torch.zeros(64, dtype=torch.float64)
+    for wrong in (sums[:63], sums.float(), torch.zeros(128, dtype=torch.float64)[::2]):
+        with pytest.raises(PluginError, match="sums for 64 columns have to be"):
+            NativeQuantize().add_errors("int8", weight, packed("int8", weight), sums, wrong)
+
+
 def test_what_it_would_misread_is_refused() -> None:
     quantize, weight = NativeQuantize(), normal(4, 64)
     codes, scale = empty_parts(wire_formats()["int8"], 4, 64)

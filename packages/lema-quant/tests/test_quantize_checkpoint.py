@@ -23,7 +23,7 @@ from lema_core.quantization.formats import wire_formats
 from lema_core.records import Architecture, load_object
 from lema_core.testing.toy import ToyAdapter, ToyConfig, write_toy
 from lema_quant import plugin
-from lema_quant.checkpoint import QuantizedCheckpoint, plan, quantize_checkpoint, write
+from lema_quant.checkpoint import QuantizedCheckpoint, blocks, plan, quantize_checkpoint
 from lema_quant.checkpoint.result import REPORT_FILE
 
 #: a weight whose rows are two blocks of the smallest size that tests use
@@ -119,7 +119,7 @@ def test_the_codecs_bytes_and_the_rest_as_it_was(tmp_path: Path, bits: int, form
 def test_the_same_bytes_whatever_the_cut(tmp_path: Path, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     base = toy(tmp_path / "base", n_files=2)
     quantized(base, tmp_path / "whole", bits)
-    monkeypatch.setattr(write, "_BLOCK", SMALL_BLOCK)
+    monkeypatch.setattr(blocks, "_BLOCK", SMALL_BLOCK)
     cut = quantized(base, tmp_path / "cut", bits)
     assert contents(tmp_path / "whole") == contents(tmp_path / "cut")
     assert max(shape[0] * shape[1] for shape in (each.shape for each in cut.report.tensors) if len(shape) == 2) > 100
@@ -236,7 +236,7 @@ class Stopped(BaseException):
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, file: int) -> None:
     """Writing ends in the middle of the file of that number, counted from 0."""
-    real, count = write.write_safetensors, 0
+    real, count = blocks.write_safetensors, 0
 
     def stopped(path: Path, tensors: list[Any], metadata: Mapping[str, str]) -> None:
         nonlocal count
@@ -249,7 +249,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, file: int) -> None:
 
         return real(path, [*tensors[:-1], (*tensors[-1][:3], raises)], metadata)
 
-    monkeypatch.setattr(write, "write_safetensors", stopped)
+    monkeypatch.setattr(blocks, "write_safetensors", stopped)
 
 
 def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +354,7 @@ def test_room_is_asked_for_before_anything_is_written(tmp_path: Path, monkeypatc
     base = toy(tmp_path / "base")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    monkeypatch.setattr(write, "write_safetensors", lambda *_: pytest.fail("written without room"))
+    monkeypatch.setattr(blocks, "write_safetensors", lambda *_: pytest.fail("written without room"))
     said = _refusal(CheckpointError, base, tmp_path / "out")
     assert "bytes needed, 1000 bytes free" in said and [path.name for path in tmp_path.iterdir()] == ["base"]
 

@@ -147,14 +147,14 @@ def test_a_killed_run_is_gone_on_with(bases: Any, tmp_path: Path, lema: Any) -> 
     options = [f"model_name_or_path={base}", "task=quantize", "weights_bits=8", "quant_backend=custom"]
     kill = """
 import os, signal
-from lema_quant.checkpoint import write
-real, count = write.write_safetensors, []
+from lema_quant.checkpoint import blocks
+real, count = blocks.write_safetensors, []
 def killed(path, tensors, metadata):
     count.append(1)
     if len(count) == 1:
         return real(path, tensors, metadata)
     return real(path, [*tensors[:-1], (*tensors[-1][:3], lambda: os.kill(os.getpid(), signal.SIGKILL))], metadata)
-write.write_safetensors = killed
+blocks.write_safetensors = killed
 """
     assert lema.run(*options, f"output_dir={out}", before=kill).code == -9
     working = tmp_path / ".out.quantizing"

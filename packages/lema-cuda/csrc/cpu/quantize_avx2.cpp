@@ -1,5 +1,5 @@
-// Packing of weights in fewer bits. Every code follows from its row, or its group, by correctly rounded operations in a
-// fixed order, those of the codecs in plain torch, so both give the same bytes.
+// Packing of weights in fewer bits, and how far that took them. Every code follows from its row, or its group, by
+// correctly rounded operations in a fixed order, those of the codecs in plain torch, so both give the same bytes.
 
 #include "formats_avx2.h"
 
@@ -266,6 +266,75 @@ struct RowBytes {
   int64_t codes, scales;
 };
 
+// -------------------------------------------------------------------------------------------------------------- errors
+
+constexpr int64_t ROWS_AT_ONCE = 64;  // whose strip of columns stays in the first-level cache
+
+inline void add_square(__m256 x, __m256d *sums) {
+  const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x)), high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+  sums[0] = _mm256_fmadd_pd(low, low, sums[0]);
+  sums[1] = _mm256_fmadd_pd(high, high, sums[1]);
+}
+
+inline void add_to(double *target, const __m256d *sums) {
+  for (int i = 0; i < 2; ++i) _mm256_storeu_pd(target + 4 * i, _mm256_add_pd(_mm256_loadu_pd(target + 4 * i), sums[i]));
+}
+
+template <int DTYPE, int FORMAT>
+void add_errors(const char *source, int64_t rows, int64_t k, const char *codes, const char *scales, double *squares,
+                double *errors) {
+  using F = Format<DTYPE>;
+  const int64_t whole = k - k % LANES;
+  for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
+    const int64_t end = at_most(first + ROWS_AT_ONCE, rows);
+    for (int64_t column = 0; column < whole; column += LANES) {
+      __m256d square[2] = {_mm256_setzero_pd(), _mm256_setzero_pd()}, error[2] = {square[0], square[0]};
+      for (int64_t row = first; row < end; ++row) {
+        const __m256 exact = F::eight(source + (row * k + column) * F::BYTES);
+        add_square(exact, square);
+        add_square(_mm256_sub_ps(Row<FORMAT>(codes, scales, k, row).eight(column), exact), error);
+      }
+      add_to(squares + column, square);
+      add_to(errors + column, error);
+    }
+    for (int64_t row = first; row < end; ++row) {
+      for (int64_t column = whole; column < k; ++column) {
+        const float exact = F::one(source + (row * k + column) * F::BYTES);
+        const double off = Row<FORMAT>(codes, scales, k, row).one(column) - exact;
+        squares[column] += static_cast<double>(exact) * exact;
+        errors[column] += off * off;
+      }
+    }
+  }
+}
+
+using AddErrors = void (*)(const char *, int64_t, int64_t, const char *, const char *, double *, double *);
+
+template <int DTYPE>
+AddErrors meter(int format) {
+  switch (format) {
+    case LEMA_INT8: return add_errors<DTYPE, LEMA_INT8>;
+    case LEMA_INT4_32: return add_errors<DTYPE, LEMA_INT4_32>;
+    case LEMA_INT4_64: return add_errors<DTYPE, LEMA_INT4_64>;
+    case LEMA_INT4_128: return add_errors<DTYPE, LEMA_INT4_128>;
+    case LEMA_NF4: return add_errors<DTYPE, LEMA_NF4>;
+    default: return nullptr;
+  }
+}
+
+AddErrors meter_of(int dtype, int format) {
+  switch (dtype) {
+    case LEMA_F32: return meter<LEMA_F32>(format);
+    case LEMA_F16: return meter<LEMA_F16>(format);
+    case LEMA_BF16: return meter<LEMA_BF16>(format);
+    default: return nullptr;
+  }
+}
+
+bool fits(int64_t rows, int64_t k, int32_t format) {
+  return rows >= 0 && k >= 0 && (format != LEMA_NF4 || k % NF4::COLUMNS == 0);
+}
+
 }  // namespace
 }  // namespace lema
 
@@ -273,7 +342,7 @@ extern "C" int32_t lema_quantize(const void *source, int32_t dtype, int64_t rows
                                  void *scales) {
   using namespace lema;
   const PackRow pack_row = packer_of(dtype, format);
-  if (pack_row == nullptr || rows < 0 || k < 0 || (format == LEMA_NF4 && k % NF4::COLUMNS != 0)) return LEMA_BAD_ARGUMENT;
+  if (pack_row == nullptr || !fits(rows, k, format)) return LEMA_BAD_ARGUMENT;
   if (*lema_cpu_missing()) return LEMA_MISSING_FEATURE;
   const int64_t source_bytes = k * (dtype == LEMA_F32 ? 4 : 2);
   const RowBytes bytes(format, k);
@@ -281,5 +350,16 @@ extern "C" int32_t lema_quantize(const void *source, int32_t dtype, int64_t rows
   char *to = static_cast<char *>(codes), *scale = static_cast<char *>(scales);
   for (int64_t row = 0; row < rows; ++row, from += source_bytes, to += bytes.codes, scale += bytes.scales)
     if (!pack_row(from, k, to, scale)) return LEMA_NOT_FINITE;
+  return LEMA_OK;
+}
+
+extern "C" int32_t lema_quantize_errors(const void *source, int32_t dtype, int64_t rows, int64_t k, int32_t format,
+                                        const void *codes, const void *scales, double *squares, double *errors) {
+  using namespace lema;
+  const AddErrors add = meter_of(dtype, format);
+  if (add == nullptr || !fits(rows, k, format)) return LEMA_BAD_ARGUMENT;
+  if (*lema_cpu_missing()) return LEMA_MISSING_FEATURE;
+  add(static_cast<const char *>(source), rows, k, static_cast<const char *>(codes), static_cast<const char *>(scales),
+      squares, errors);
   return LEMA_OK;
 }

@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 /* Raised by one with every change that an older caller would misread. */
-#define LEMA_ABI_VERSION 3
+#define LEMA_ABI_VERSION 4
 
 /* Storage formats of weights, little-endian. */
 enum lema_dtype {
@@ -212,6 +212,11 @@ LEMA_API int32_t lema_widen(const void *source, int32_t dtype, int64_t count, fl
    K is a multiple of 64 for NF4. LEMA_NOT_FINITE: codes and scales hold anything. */
 LEMA_API int32_t lema_quantize(const void *source, int32_t dtype, int64_t rows, int64_t k, int32_t format, void *codes,
                                void *scales);
+
+/* Adds to `squares`, for each of K columns, the sum of the squares of w, and to `errors` that of decoded - w, a difference
+   in fp32; sums in fp64. */
+LEMA_API int32_t lema_quantize_errors(const void *source, int32_t dtype, int64_t rows, int64_t k, int32_t format,
+                                      const void *codes, const void *scales, double *squares, double *errors);
 
 /* ---- liblema_cuda, a library of its own: copies from page-locked RAM to a CUDA device.
 

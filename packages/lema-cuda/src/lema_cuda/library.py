@@ -17,7 +17,7 @@ CUDA_LIBRARY = Path(__file__).parent / "liblema_cuda.so"
 BUILD_RECORD = Path(__file__).parent / "build.json"
 DISABLE_VARIABLE = "LEMA_DISABLE_NATIVE"
 #: LEMA_ABI_VERSION of the header that this file was written for
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 _address, _int32, _int64, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
@@ -37,6 +37,7 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "lema_read": (_int32, (_address, _int64, _int64, _int32)),
     "lema_widen": (_int32, (_address, _int32, _int64, _address)),
     "lema_quantize": (_int32, (_address, _int32, _int64, _int64, _int32, _address, _address)),
+    "lema_quantize_errors": (_int32, (_address, _int32, _int64, _int64, _int32, *[_address] * 4)),
 }
 _CUDA_SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "lema_cuda_missing": (ctypes.c_char_p, ()),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from math import prod
 from pathlib import Path
 from typing import TypeAlias
@@ -23,6 +25,8 @@ from lema_core.files import replacing
 
 #: data starts at a multiple of this: the largest block size that direct reads ask for
 ALIGNMENT_BYTES = 4096
+#: that are on their way to the disk together
+_FLUSHED_BYTES = 32 << 20
 
 #: name, dtype, shape, and what returns the tensor when its turn comes: whole, or as blocks that follow each other
 TensorToWrite: TypeAlias = tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor | Iterable[Tensor]]]
@@ -44,15 +48,37 @@ def write_safetensors(
     header = _header_bytes(path, listed, {"format": "pt", **(metadata or {})})
     try:
         with replacing(path) as partial, open(partial, "wb", buffering=0) as file:
-            _write_all(file.write, memoryview(header))
-            for name, dtype, shape, get in listed:
-                for block in _blocks(path, name, dtype, shape, get()):
-                    _write_all(file.write, tensor_bytes(block))
-                    del block  # before the next one is asked for
-            if fsync:
-                os.fsync(file.fileno())
+            with _to_disk(file.fileno()) if fsync else nullcontext(lambda nbytes: None) as written:
+                _write_all(file.write, memoryview(header))
+                for name, dtype, shape, get in listed:
+                    for block in _blocks(path, name, dtype, shape, get()):
+                        _write_all(file.write, tensor_bytes(block))
+                        written(block.nbytes)
+                        del block  # before the next one is asked for
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _to_disk(file: int) -> Iterator[Callable[[int], None]]:
+    """Inside, what is written to ``file`` goes on to the disk now and then, beside what comes next; afterwards all of
+    it has. Left to the system, a gigabyte begins its way at the end. Yields what is told the bytes."""
+    waiting = 0
+    with ThreadPoolExecutor(1, "to-disk") as pool:
+        flushing: Future[None] | None = None
+
+        def written(nbytes: int) -> None:
+            nonlocal waiting, flushing
+            waiting += nbytes
+            if waiting >= _FLUSHED_BYTES and (flushing is None or flushing.done()):
+                if flushing is not None:
+                    flushing.result()
+                waiting, flushing = 0, pool.submit(os.fdatasync, file)
+
+        yield written
+        if flushing is not None:
+            flushing.result()
+    os.fsync(file)
 
 
 def _blocks(

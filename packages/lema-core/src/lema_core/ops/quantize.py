@@ -1,7 +1,7 @@
 """Packing of weights by native code: the contract of kernels of the operation ``quantize``.
 
-Their plain-torch twins are the first-party codecs: a kernel writes the bytes that the codec of the format writes, and a
-codec asks :func:`native_quantize` for one before it computes itself.
+Their plain-torch twins are the first-party codecs, and the error meter of the report: a kernel writes the bytes that
+the codec of the format writes, and both ask :func:`native_quantize` for one before they compute themselves.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ class Quantize(Protocol):
         """Packs a block of rows, fp32, fp16 or bf16, contiguous and on the CPU, into these rows of the format's parts,
         contiguous too. Rows do not depend on each other. False where a number is infinite or NaN: then the parts hold
         anything. Computes in the calling thread, without the interpreter's lock."""
+
+    def add_errors(
+        self, format_name: str, weight_rK: Tensor, parts: tuple[Tensor, ...], squares_K: Tensor, errors_K: Tensor
+    ) -> None:
+        """Adds the sums of squares of each column, of the numbers and of what the parts are off by, to fp64 ones."""
 
 
 def native_quantize(plugins: PluginManager | None = None) -> Quantize | None:

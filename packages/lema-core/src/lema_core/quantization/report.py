@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from lema_core.ops.quantize import native_quantize
 from lema_core.quantization.codec import row_chunks
 from lema_core.quantization.formats import WireFormat
 
@@ -29,9 +30,13 @@ class ErrorMeter:
     def __init__(self, columns: int) -> None:
         self._squares_K = torch.zeros(columns, dtype=torch.float64)
         self._errors_K = torch.zeros(columns, dtype=torch.float64)
+        self._kernel = native_quantize()
 
     def add(self, format: WireFormat, weight_rK: Tensor, parts: tuple[Tensor, ...]) -> None:
         """A block of rows and its parts in ``format``, on the CPU."""
+        if self._kernel is not None and format.name in self._kernel.formats and weight_rK.is_contiguous():
+            self._kernel.add_errors(format.name, weight_rK, parts, self._squares_K, self._errors_K)
+            return
         for rows_rK, parts_of_rows, _ in row_chunks(weight_rK, parts):
             decoded_rK = torch.empty(rows_rK.shape)
             format.decode(parts_of_rows, decoded_rK)

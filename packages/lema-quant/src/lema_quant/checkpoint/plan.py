@@ -306,12 +306,14 @@ def _quantization_config(backend: QuantBackend) -> dict[str, Any]:
 
 def base_files(manifest: Manifest) -> BaseFiles:
     """What changes when a file of ``manifest`` does. Raises CheckpointError naming a file that cannot be read."""
-    found = []
-    for path in manifest.paths:
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-        # the time of the last change of any kind too: the other can be set back
-        found.append((path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-    return tuple(found)
+    return tuple((path.name, *stamp_of(path)) for path in manifest.paths)
+
+
+def stamp_of(path: Path) -> tuple[int, int, int]:
+    """Size and times of change in ns: the time of the last change of any kind too, as the other can be set back.
+    Raises CheckpointError for a file that cannot be read."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -1,4 +1,4 @@
-"""Writes a quantized checkpoint, a block of rows at a time: as much memory for a model of any size.
+"""Writes a quantized checkpoint, file by file.
 
 Files come into being in ``.NAME.quantizing`` beside the place of the whole, each under its name only when it is
 complete, and what is known of the finished ones in ``progress.json``. Whoever begins the same again goes on after the
@@ -10,27 +10,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from lema_core.atomic import check_target, put_in_place, room_for, write_json
-from lema_core.checkpoint import TensorInfo, TensorToWrite, read_elements, write_safetensors
 from lema_core.checkpoint.manifest import INDEX_NAME
 from lema_core.errors import CheckpointError
-from lema_core.files import sha256_of_file
 from lema_core.locks import is_open_at, lock_file
-from lema_core.quantization.codec import NotFiniteWeight
-from lema_core.quantization.report import ErrorMeter, QuantizationReport, TensorReport
-from lema_quant.checkpoint.plan import PlannedFile, PlannedTensor, QuantizationPlan, Recipe, plan_quantization
+from lema_core.quantization.report import QuantizationReport, TensorReport
+from lema_quant.checkpoint.blocks import write_file
+from lema_quant.checkpoint.plan import QuantizationPlan, Recipe, plan_quantization, stamp_of
 from lema_quant.checkpoint.result import (
     REPORT_FILE,
     QuantizedCheckpoint,
@@ -40,11 +32,6 @@ from lema_quant.checkpoint.result import (
 )
 
 _PROGRESS_FILE, _LOCK_FILE = "progress.json", ".lock"
-#: numbers of a block: the few that are on their way at once take about a granule's memory
-_BLOCK = 1 << 20
-_MOST_THREADS = 8
-
-_Done = TypeVar("_Done")
 
 #: is told the bytes of the base that are done, and how many there are
 Progress = Callable[[int, int], None]
@@ -125,9 +112,9 @@ class _Finished:
         for file in plan.files if found.get("identity") == plan.identity else ():
             kept = found.get("files", {}).get(file.name)
             path = working / file.name
-            if kept is None or not path.is_file() or path.stat().st_size != kept["bytes"]:
+            if kept is None or not path.is_file():
                 continue
-            if sha256_of_file(path) == kept["sha256"]:
+            if list(stamp_of(path)) == kept["stamp"]:
                 self.files[file.name] = kept
             else:
                 say(f"{path}: changed since it was written, and is made anew")
@@ -149,7 +136,7 @@ class _Finished:
     def add(self, path: Path, tensors: list[TensorReport]) -> None:
         """``path`` is complete and on the disk."""
         described = [tensor_to_json(each) for each in tensors]
-        self.files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of_file(path), "tensors": described}
+        self.files[path.name] = {"stamp": stamp_of(path), "tensors": described}
         write_json(self._path, {"identity": self._plan.identity, "files": self.files})
 
     def reports(self, name: str) -> list[TensorReport]:
@@ -169,129 +156,12 @@ def _write_files(plan: QuantizationPlan, working: Path, done: _Finished, progres
         if file.name in done.files:
             advance(file.source_nbytes)
         else:
-            done.add(working / file.name, _write_file(working / file.name, file, advance))
+            done.add(working / file.name, write_file(working / file.name, file, advance))
         tensors += done.reports(file.name)
     recipe, report = plan.recipe, QuantizationReport.of(tensors)
     return QuantizedCheckpoint(
         working, recipe.bits, recipe.format, recipe.backend, plan.identity, report, reused_files=done.count
     )
-
-
-def _write_file(path: Path, file: PlannedFile, advance: Callable[[int], None]) -> list[TensorReport]:
-    reports: list[TensorReport] = []
-    # processors that compute, and one block more that is read or written meanwhile
-    threads = max(1, min(_MOST_THREADS, torch.get_num_threads())) + 1
-    with ThreadPoolExecutor(threads, "quantize") as pool:
-        run = _Run(pool, threads, advance, reports.append)
-        ways = [(_Kept if tensor.codec is None else _Encoded)(tensor, run) for tensor in file.tensors]
-        write_safetensors(path, [entry for way in ways for entry in way.entries()], file.metadata)
-    return reports
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What tensors on their way share: threads, who is told the bytes that are done, and who the finished tensors."""
-
-    pool: ThreadPoolExecutor
-    ahead: int
-    advance: Callable[[int], None]
-    told: Callable[[TensorReport], None]
-
-    def in_order(self, work: Callable[[int, Tensor], _Done], source: TensorInfo) -> Iterator[_Done]:
-        """What ``work`` makes of each block of rows, [r, ...], and its first row's number; several at once, in the
-        order of the rows."""
-        row = prod(source.shape[1:])
-        rows = source.shape[0] if source.shape else 1
-        step = max(1, _BLOCK // max(1, row))
-
-        def done(start: int) -> _Done:
-            stop = min(start + step, rows)
-            block = read_elements(source, start * row, (stop - start) * row).view(stop - start, *source.shape[1:])
-            return work(start, block)
-
-        coming: deque[Future[_Done]] = deque()
-        for start in range(0, rows, step):
-            coming.append(self.pool.submit(done, start))
-            if len(coming) == self.ahead:
-                yield coming.popleft().result()
-        while coming:
-            yield coming.popleft().result()
-
-
-class _Kept:
-    """A tensor that stays as it is, on its way."""
-
-    def __init__(self, tensor: PlannedTensor, run: _Run) -> None:
-        self._tensor = tensor
-        self._run = run
-
-    def entries(self) -> list[TensorToWrite]:
-        return [(*stored, self._blocks) for stored in self._tensor.stored]
-
-    def _blocks(self) -> Iterator[Tensor]:
-        tensor, source = self._tensor, self._tensor.source
-        for block in self._run.in_order(self._checked, source):
-            yield block
-            self._run.advance(block.nbytes)
-        self._run.told(TensorReport(tensor.name, source.shape, source.nbytes, tensor.nbytes, reason=tensor.kept))
-
-    def _checked(self, start: int, block: Tensor) -> Tensor:
-        source = self._tensor.source
-        if block.dtype.is_floating_point and block.dtype.itemsize > 1 and not bool(block.isfinite().all()):
-            raise CheckpointError(
-                f"{source.segment.path}: tensor {source.name!r} holds values that are infinite or NaN: download the "
-                "model again"
-            )
-        return block
-
-
-class _Encoded:
-    """One tensor on its way. The payload is written as it comes, and the scales, a small part of it, after it."""
-
-    def __init__(self, tensor: PlannedTensor, run: _Run) -> None:
-        self._tensor = tensor
-        self._run = run
-        self._parts = tensor.codec.format.parts(tensor.source.shape)
-        self._beside: list[Tensor] = []
-
-    def entries(self) -> list[TensorToWrite]:
-        values: list[Callable[[], Any]] = [
-            self._payload,
-            *(lambda i=i: self._scales(i) for i in range(len(self._parts) - 1)),
-        ]
-        return [(*stored, get) for stored, get in zip(self._tensor.stored, values, strict=True)]
-
-    def _payload(self) -> Iterator[Tensor]:
-        tensor, source, codec = self._tensor, self._tensor.source, self._tensor.codec
-        self._beside = [torch.empty(part.shape, dtype=part.dtype) for part in self._parts[1:]]
-        meter = ErrorMeter(source.shape[1])
-        for codes, meter_of_block, nbytes in self._run.in_order(self._encode, source):
-            meter.include(meter_of_block)
-            yield codes
-            self._run.advance(nbytes)
-        self._run.told(
-            TensorReport.quantized(tensor.name, source.shape, source.nbytes, codec.format, codec.backend, meter)
-        )
-
-    def _encode(self, start: int, block_rK: Tensor) -> tuple[Tensor, ErrorMeter, int]:
-        source, codec = self._tensor.source, self._tensor.codec
-        codes = torch.empty((len(block_rK), *self._parts[0].shape[1:]), dtype=self._parts[0].dtype)
-        parts = (codes, *(part[start : start + len(block_rK)] for part in self._beside))
-        try:
-            codec.encode(block_rK, parts)
-        except NotFiniteWeight as error:
-            raise CheckpointError(
-                f"{source.segment.path}: tensor {source.name!r}: row {start + error.row}, column {error.column} is "
-                f"{error.value}, which no code stands for: download the model again, or keep the tensor as it is with "
-                f"quant_exclude=[{self._tensor.name}]"
-            ) from error
-        meter = ErrorMeter(source.shape[1])
-        meter.add(codec.format, block_rK, parts)
-        return codes, meter, block_rK.nbytes
-
-    def _scales(self, index: int) -> Tensor:
-        scales, self._beside[index] = self._beside[index], torch.empty(0)
-        return scales
 
 
 def _write_beside(plan: QuantizationPlan, working: Path, made: QuantizedCheckpoint) -> None:
