@@ -7,7 +7,7 @@ peft-group  the smallest group in which that keeps its speed (needs capped)
 update   what updates add to a step that has its states in RAM, beside what AdamW alone takes for as many numbers
 1b       13 GB of fp32 states and masters in --cap-1b-mb: three steps
 
-python tools/bench/bench_full.py [--pairs 3] [--parts capped,peft-group,update,1b] [--model-1b FOLDER] [--quick]
+python tools/bench/bench_full.py [--pairs 3] [--parts capped,peft-group,update,1b] [--model FOLDER] [--quick]
 """
 
 from __future__ import annotations
