@@ -348,13 +348,13 @@ def test_blocks_of_rows_change_nothing(
     case = Case(tmp_path, make(), torch.bfloat16).train(target_modules="all-linear")
     case.merge(torch.float32)
     whole = tensors_of(case.out)
-    steps: list[tuple[int, int]] = []
+    steps: list[int] = []
     monkeypatch.setattr(merge_write, "_BLOCK", block)
-    case.merge(torch.float32, progress=lambda done, total: steps.append((done, total)))
+    case.merge(torch.float32, advance=steps.append)
     for name, tensor in tensors_of(case.out).items():
         torch.testing.assert_close(tensor, whole[name], rtol=0, atol=1e-7)
     total = sum(tensor.nbytes for tensor in whole.values())
-    assert [done for done, _ in steps] == sorted(done for done, _ in steps) and steps[-1] == (total, total)
+    assert min(steps) > 0 and sum(steps) == total
 
 
 def test_changes_may_be_made_to_some_rows_of_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,12 +563,15 @@ def test_whatever_stops_it_leaves_the_earlier_folder(case: Case) -> None:
     case.merge()
     before: Mapping[Path, bytes] = {path: path.read_bytes() for path in case.out.iterdir()}
 
-    def stop(done: int, total: int) -> None:
-        if done > total // 2:
+    told: list[int] = []
+
+    def stop(nbytes: int) -> None:
+        told.append(nbytes)
+        if len(told) > 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        case.merge(torch.float32, progress=stop)
+        case.merge(torch.float32, advance=stop)
     assert {path: path.read_bytes() for path in case.out.iterdir()} == before
     assert sorted(path.name for path in case.out.parent.iterdir()) == ["base", "lora", "out"]
 

@@ -5,6 +5,7 @@
 
 #include "../include/lema.h"
 #include "../include/nf4.h"
+#include "four_bits.h"
 
 #include <immintrin.h>
 #include <string.h>
@@ -107,16 +108,20 @@ class Row<LEMA_INT8> {
 };
 
 // Four-bit codes. nth(w, j) are, of eight words with eight codes each, the numbers of the j-th code from the lowest bits
-// on; SWAP is 1 where the even column's code is in the upper half of a byte. spread(s, b) are the scales of the b-th 64
-// columns of a row, one for each word. wide(b) are the numbers of eight codes, each a byte.
+// on, of int4 times 2^int4_power(j); SWAP is 1 where the even column's code is in the upper half of a byte. spread(s, b)
+// are the scales of the b-th 64 columns of a row, one for each word. wide(b) are the numbers of eight codes, each a byte.
 template <int GROUP>
 struct Int4 {
   static constexpr int SWAP = 0;
   static constexpr int64_t COLUMNS = GROUP, SCALE_BYTES = 2;
 
+  // A code stays where it is among the low bits of a number that begins at 2^23, which then goes: no shift, no conversion.
   static __m256 nth(__m256i words, int j) {
-    const __m256i turned = _mm256_xor_si256(words, _mm256_set1_epi32(static_cast<int>(0x88888888u)));
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(turned, 28 - 4 * j), 28));
+    const int unit = 1 << int4_power(j);
+    const __m256i codes = j < CODES_IN_PLACE ? words : _mm256_srli_epi32(words, 4 * CODES_IN_PLACE);
+    const __m256i digits = _mm256_and_si256(codes, _mm256_set1_epi32(15 * unit));
+    const __m256i number = _mm256_or_si256(digits, _mm256_set1_epi32(0x4b000000));
+    return _mm256_sub_ps(_mm256_castsi256_ps(number), _mm256_set1_ps(0x1p23f + 8.0f * static_cast<float>(unit)));
   }
   static __m256 wide(__m128i codes) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_sub_epi8(codes, _mm_set1_epi8(8))));

@@ -4,6 +4,7 @@
 
 #include "../include/lema.h"
 #include "features.h"
+#include "four_bits.h"
 #include "int8.h"
 #include "pool.h"
 
@@ -108,17 +109,19 @@ void pack_few(const Product &p, float *target) {
 }
 
 // b, as it is or from pack_few(), in the order in which words of eight four-bit codes come apart: of 64 columns first
-// those of each word's first code. Zeros beyond the last column.
+// those of each word's first code, divided by what the codes are multiplied by. Zeros beyond the last column.
 void pack_for_codes(const Product &p, bool is_nf4, float *target) {
   const int64_t swap = is_nf4 ? 1 : 0, step = p.is_packed ? 1 : p.b_stride;
   for (int64_t n = 0; n < p.n; ++n) {
     const float *const column = p.b + n * (p.is_packed ? p.inner : 1);
     for (int64_t first = 0; first < p.inner; first += CODES)
-      for (int64_t code = 0; code < 8; ++code)
+      for (int code = 0; code < 8; ++code) {
+        const float factor = 1.0f / static_cast<float>(1 << (is_nf4 ? 0 : int4_power(code)));
         for (int64_t word = 0; word < 8; ++word) {
           const int64_t i = first + 8 * word + (code ^ swap);
-          *target++ = i < p.inner ? column[i * step] : 0.0f;
+          *target++ = i < p.inner ? column[i * step] * factor : 0.0f;
         }
+      }
   }
 }
 

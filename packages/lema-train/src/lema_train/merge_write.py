@@ -27,8 +27,8 @@ _BLOCK = MAX_GRANULE_BYTES // 32
 #: tensors that are named of those whose updates rounding loses
 _WORST = 3
 
-#: is told the bytes that are written, and how many there will be
-Progress = Callable[[int, int], None]
+#: is told the bytes that were written since it was told last
+Advance = Callable[[int], object]
 
 
 class Rounded(NamedTuple):
@@ -71,7 +71,7 @@ class MergeReport:
 
 
 def write_merged(
-    plan: MergePlan, output_dir: Path, sources: Sequence[Path], progress: Progress = lambda done, total: None
+    plan: MergePlan, output_dir: Path, sources: Sequence[Path], advance: Advance = lambda nbytes: None
 ) -> MergeReport:
     """Write what ``plan`` says to ``output_dir``, which appears when it is complete, in place of an earlier one.
 
@@ -90,7 +90,7 @@ def write_merged(
         if plan.index is not None:
             _write_json(folder / INDEX_NAME, plan.index)
         for file in plan.files:
-            _write_file(folder / file.name, file, report, lambda done: progress(done, plan.nbytes), fsync=False)
+            _write_file(folder / file.name, file, report, advance, fsync=False)
     return report
 
 
@@ -102,16 +102,14 @@ def write_merged_file(file: PlannedFile, path: Path, sources: Sequence[Path]) ->
     final = check_target_file(path, sources)
     report = MergeReport(final)
     with room_for(final, file.needed_bytes):
-        _write_file(final, file, report, lambda done: None, fsync=True)
+        _write_file(final, file, report, lambda nbytes: None, fsync=True)
     return report
 
 
-def _write_file(
-    path: Path, file: PlannedFile, report: MergeReport, done: Callable[[int], None], *, fsync: bool
-) -> None:
+def _write_file(path: Path, file: PlannedFile, report: MergeReport, advance: Advance, *, fsync: bool) -> None:
     def written(nbytes: int) -> None:
         report.written_bytes += nbytes
-        done(report.written_bytes)
+        advance(nbytes)
 
     tensors = [
         (tensor.name, tensor.dtype, tensor.source.shape, lambda tensor=tensor: _blocks(tensor, report, written))

@@ -41,15 +41,8 @@ def merge(config: LemaConfig) -> dict[str, Any]:
         StopRequest("nothing is left of the merge"),
         byte_progress(f"merging {base} and {trained} into {output_dir}", plan.nbytes, sys.stdout) as advance,
     ):
-        done_bytes = 0
-
-        def written(now_bytes: int, total_bytes: int) -> None:
-            nonlocal done_bytes
-            advance(now_bytes - done_bytes)
-            done_bytes = now_bytes
-
         folder = trained if trained.is_dir() else trained.parent
-        report = write_merged(plan, output_dir, [folder], written)
+        report = write_merged(plan, output_dir, [folder], advance)
     lost = report.describe_lost("merge_dtype=float32")
     if lost is not None:
         print(lost)

@@ -103,15 +103,8 @@ def write_with_progress(plan: QuantizationPlan, output_dir: Path, out: TextIO) -
     """Write what ``plan`` says, and show how far it has come on ``out``."""
     recipe = plan.recipe
     about = f"quantizing {plan.folder} to {recipe.format}, by {recipe.backend}, in {output_dir}"
-    done = 0
     with byte_progress(about, plan.source_nbytes, out) as advance:
-
-        def progress(now_bytes: int, total_bytes: int) -> None:
-            nonlocal done
-            advance(now_bytes - done)
-            done = now_bytes
-
-        return write_quantized(plan, output_dir, progress, say_to(out))
+        return write_quantized(plan, output_dir, advance, say_to(out))
 
 
 def describe_copy(copy: QuantizedCheckpoint) -> str:

@@ -30,7 +30,7 @@ _BLOCK = 1 << 20
 _MOST_THREADS = 8
 
 
-def write_file(path: Path, file: PlannedFile, advance: Callable[[int], None]) -> list[TensorReport]:
+def write_file(path: Path, file: PlannedFile, advance: Callable[[int], object]) -> list[TensorReport]:
     """Write what ``file`` says to ``path``, which appears when it is complete, and tell ``advance`` the bytes of the
     base that are done. Raises CheckpointError naming the tensor that holds NaN or infinite numbers, or when the disk
     refuses."""
@@ -63,7 +63,7 @@ class _OnItsWay(ABC):
     ``advance`` is told the bytes of the base that are done, ``told`` the finished tensor."""
 
     def __init__(
-        self, tensor: PlannedTensor, advance: Callable[[int], None], told: Callable[[TensorReport], None]
+        self, tensor: PlannedTensor, advance: Callable[[int], object], told: Callable[[TensorReport], None]
     ) -> None:
         self._tensor = tensor
         self._advance = advance

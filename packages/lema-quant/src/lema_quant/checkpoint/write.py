@@ -33,8 +33,8 @@ from lema_quant.checkpoint.result import (
 
 _PROGRESS_FILE, _LOCK_FILE = "progress.json", ".lock"
 
-#: is told the bytes of the base that are done, and how many there are
-Progress = Callable[[int, int], None]
+#: is told the bytes of the base that were done since it was told last
+Advance = Callable[[int], object]
 
 
 def quantize_checkpoint(
@@ -44,7 +44,7 @@ def quantize_checkpoint(
     backend: str = "auto",
     format: str | None = None,
     exclude: tuple[str, ...] = (),
-    progress: Progress = lambda done, total: None,
+    advance: Advance = lambda nbytes: None,
     say: Callable[[str], object] = print,
 ) -> QuantizedCheckpoint:
     """Write the model in ``folder`` to ``output_dir`` with the weights of its linears, experts and head in ``bits`` (8
@@ -52,20 +52,21 @@ def quantize_checkpoint(
 
     ``backend``: custom, torchao, quanto, bitsandbytes, what a plugin brings, or auto. ``format``: a wire format; None:
     what bits and backend mean. ``exclude``: shell patterns of names, or parts of names, of tensors that stay as they
-    are. ``say`` hears of backends that cannot serve, and of what is gone on with.
+    are. ``advance`` is told the bytes of the base that were done since it was told last; ``say`` hears of backends that
+    cannot serve, and of what is gone on with.
 
     Raises CheckpointError for a model that is quantized already or broken, naming the tensor that holds NaN or infinite
     numbers, for an output_dir that may not be written over, or too little room; ConfigError for a backend, a format or
     a pattern that means nothing.
     """
     plan = plan_quantization(Path(folder).expanduser(), Recipe(bits, backend, format, tuple(exclude)), say)
-    return write_quantized(plan, Path(output_dir).expanduser(), progress, say)
+    return write_quantized(plan, Path(output_dir).expanduser(), advance, say)
 
 
 def write_quantized(
     plan: QuantizationPlan,
     output_dir: Path,
-    progress: Progress = lambda done, total: None,
+    advance: Advance = lambda nbytes: None,
     say: Callable[[str], object] = print,
 ) -> QuantizedCheckpoint:
     """Write what ``plan`` says to ``output_dir``, which appears when it is complete. One that is there already and was
@@ -83,7 +84,7 @@ def write_quantized(
         left = sum(file.needed_bytes for file in plan.files if file.name not in done.files)
         try:
             with room_for(final, left + plan.beside_bytes):
-                made = _write_files(plan, working, done, progress)
+                made = _write_files(plan, working, done, advance)
                 _write_beside(plan, working, made)
                 (working / _PROGRESS_FILE).unlink()
                 (working / _LOCK_FILE).unlink()
@@ -143,15 +144,8 @@ class _Finished:
         return [tensor_from_json(each) for each in self.files[name]["tensors"]]
 
 
-def _write_files(plan: QuantizationPlan, working: Path, done: _Finished, progress: Progress) -> QuantizedCheckpoint:
+def _write_files(plan: QuantizationPlan, working: Path, done: _Finished, advance: Advance) -> QuantizedCheckpoint:
     tensors: list[TensorReport] = []
-    read_bytes = 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal read_bytes
-        read_bytes += nbytes
-        progress(read_bytes, plan.source_nbytes)
-
     for file in plan.files:
         if file.name in done.files:
             advance(file.source_nbytes)
