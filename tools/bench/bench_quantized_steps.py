@@ -186,7 +186,8 @@ def _first_runs(model: Path, quantized: Path, chosen: Format, a: argparse.Namesp
 
         def run(folder: Path, **options: object) -> float:
             drop_cached_pages(folder)
-            shutil.rmtree(cache / "quantized", ignore_errors=True)
+            for made in (cache / "quantized", Path(output) / "out"):
+                shutil.rmtree(made, ignore_errors=True)
             started = time.perf_counter()
             _lema(
                 {"LEMA_CACHE": str(cache)},
