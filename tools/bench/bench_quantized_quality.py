@@ -25,6 +25,9 @@ from typing import Any
 from contest import announce, verdict
 from workers import ENVIRONMENT
 
+from lema.compose import compose
+from lema.tasks import evaluate
+
 FORMATS = {"int8": 8, "int4-32": 4, "int4-64": 4, "int4-128": 4, "nf4": 4}
 INT8_AT_MOST_NAT = 0.02
 EXACT_AT_LEAST = 0.9
@@ -60,14 +63,17 @@ def _losses(scratch: Path, formats: list[str], n_rows: int) -> None:
     file = scratch / "text.jsonl"
     file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     announce("losses", (1 + len(formats)) * (20 + 1.0 * n_rows))
-    base = _lema(scratch / "loss", task="evaluate", eval_file=file, max_seq_length=_TOKENS)["eval_loss"]
+    base = _loss(file, {})
     print(f"loss of the weights as they are: {base:.4f} nat per token, {n_rows} rows of {_TOKENS} tokens at most")
     for name in formats:
-        found = _lema(scratch / name, task="evaluate", eval_file=file, max_seq_length=_TOKENS, **_options(name))[
-            "eval_loss"
-        ]
+        found = _loss(file, _options(name))
         aim = f", at most {INT8_AT_MOST_NAT}: {verdict(found - base <= INT8_AT_MOST_NAT)}" if name == "int8" else ""
         print(f"  {name:<9} {found:.4f}, {found - base:+.4f}{aim}", flush=True)
+
+
+def _loss(file: Path, options: dict[str, Any]) -> float:
+    words = [f"eval_file={file}", f"max_seq_length={_TOKENS}", *(f"{key}={value}" for key, value in options.items())]
+    return evaluate(compose(["+model=smollm2_135m", "task=evaluate", *words]))["eval_loss"]
 
 
 def _demos(scratch: Path, formats: list[str], steps: int) -> None:
