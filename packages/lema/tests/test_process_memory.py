@@ -72,8 +72,8 @@ def test_a_window_of_one_layer_is_all_that_a_large_model_takes(
         )  # fmt: skip
         peaks[name] = json.loads((lema.cwd / name / "summary.json").read_text())["rss_peak_bytes"]
     assert model_bytes > 5 * LAYER_BYTES
-    # the factor: one more layer, for what a step computes and trains
-    assert peaks["large"] - peaks["tiny"] <= 14e6 + 1.0 * LAYER_BYTES
+    # one more layer, for what a step computes and trains, and what the peaks of equal runs differ by
+    assert peaks["large"] - peaks["tiny"] <= 14e6 + 1.0 * LAYER_BYTES + 2e6
     # no second copy on disk
     assert not [path for path in (lema.cwd / "tmp").rglob("*") if path.is_file()]
     assert {path: path.stat().st_mtime_ns for path in model.iterdir()} == before
