@@ -64,16 +64,17 @@ def test_a_window_of_one_layer_is_all_that_a_large_model_takes(
     before = {path: path.stat().st_mtime_ns for path in model.iterdir()}
     make_rows(lema.cwd / "rows.jsonl", chats(4))
     (lema.cwd / "tmp").mkdir()
-    peaks = {}
-    for name, folder, window in (("tiny", tiny_llama, "auto"), ("large", model, "14MB")):
+    peaks: dict[str, int] = {}
+    # the lower of two runs: peaks of equal ones differ by a megabyte or two where other work takes the processors
+    for name, folder, window in (("tiny", tiny_llama, "auto"), ("large", model, "14MB"), ("again", model, "14MB")):
         lema.ok(
             f"model_name_or_path={folder}", "train_file=rows.jsonl", f"output_dir={name}", "max_steps=3", "lora_rank=2",
             f"weights_ram={window}", exact=True, TMPDIR=str(lema.cwd / "tmp"),
         )  # fmt: skip
         peaks[name] = json.loads((lema.cwd / name / "summary.json").read_text())["rss_peak_bytes"]
     assert model_bytes > 5 * LAYER_BYTES
-    # one more layer, for what a step computes and trains, and what the peaks of equal runs differ by
-    assert peaks["large"] - peaks["tiny"] <= 14e6 + 1.0 * LAYER_BYTES + 2e6
+    # the factor: one more layer, for what a step computes and trains
+    assert min(peaks["large"], peaks["again"]) - peaks["tiny"] <= 14e6 + 1.0 * LAYER_BYTES
     # no second copy on disk
     assert not [path for path in (lema.cwd / "tmp").rglob("*") if path.is_file()]
     assert {path: path.stat().st_mtime_ns for path in model.iterdir()} == before

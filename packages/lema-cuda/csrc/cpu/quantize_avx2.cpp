@@ -229,29 +229,6 @@ bool pack_nf4(const char *row, int64_t k, char *codes, char *scales) {
   return true;
 }
 
-using PackRow = bool (*)(const char *row, int64_t k, char *codes, char *scales);
-
-template <int DTYPE>
-PackRow packer(int format) {
-  switch (format) {
-    case LEMA_INT8: return pack_int8<DTYPE>;
-    case LEMA_INT4_32: return pack_int4<DTYPE, 32>;
-    case LEMA_INT4_64: return pack_int4<DTYPE, 64>;
-    case LEMA_INT4_128: return pack_int4<DTYPE, 128>;
-    case LEMA_NF4: return pack_nf4<DTYPE>;
-    default: return nullptr;
-  }
-}
-
-PackRow packer_of(int dtype, int format) {
-  switch (dtype) {
-    case LEMA_F32: return packer<LEMA_F32>(format);
-    case LEMA_F16: return packer<LEMA_F16>(format);
-    case LEMA_BF16: return packer<LEMA_BF16>(format);
-    default: return nullptr;
-  }
-}
-
 // Bytes of a row of codes, and of its scales.
 struct RowBytes {
   RowBytes(int format, int64_t k) {
@@ -308,26 +285,33 @@ void add_errors(const char *source, int64_t rows, int64_t k, const char *codes, 
   }
 }
 
-using AddErrors = void (*)(const char *, int64_t, int64_t, const char *, const char *, double *, double *);
+// ---------------------------------------------------------------------------------------------------------- functions
+
+// Of a format, for numbers of one type; null where there is none.
+struct Functions {
+  bool (*pack_row)(const char *row, int64_t k, char *codes, char *scales);
+  void (*add_errors)(const char *source, int64_t rows, int64_t k, const char *codes, const char *scales, double *squares,
+                     double *errors);
+};
 
 template <int DTYPE>
-AddErrors meter(int format) {
+Functions functions(int format) {
   switch (format) {
-    case LEMA_INT8: return add_errors<DTYPE, LEMA_INT8>;
-    case LEMA_INT4_32: return add_errors<DTYPE, LEMA_INT4_32>;
-    case LEMA_INT4_64: return add_errors<DTYPE, LEMA_INT4_64>;
-    case LEMA_INT4_128: return add_errors<DTYPE, LEMA_INT4_128>;
-    case LEMA_NF4: return add_errors<DTYPE, LEMA_NF4>;
-    default: return nullptr;
+    case LEMA_INT8: return {pack_int8<DTYPE>, add_errors<DTYPE, LEMA_INT8>};
+    case LEMA_INT4_32: return {pack_int4<DTYPE, 32>, add_errors<DTYPE, LEMA_INT4_32>};
+    case LEMA_INT4_64: return {pack_int4<DTYPE, 64>, add_errors<DTYPE, LEMA_INT4_64>};
+    case LEMA_INT4_128: return {pack_int4<DTYPE, 128>, add_errors<DTYPE, LEMA_INT4_128>};
+    case LEMA_NF4: return {pack_nf4<DTYPE>, add_errors<DTYPE, LEMA_NF4>};
+    default: return {};
   }
 }
 
-AddErrors meter_of(int dtype, int format) {
+Functions functions_of(int dtype, int format) {
   switch (dtype) {
-    case LEMA_F32: return meter<LEMA_F32>(format);
-    case LEMA_F16: return meter<LEMA_F16>(format);
-    case LEMA_BF16: return meter<LEMA_BF16>(format);
-    default: return nullptr;
+    case LEMA_F32: return functions<LEMA_F32>(format);
+    case LEMA_F16: return functions<LEMA_F16>(format);
+    case LEMA_BF16: return functions<LEMA_BF16>(format);
+    default: return {};
   }
 }
 
@@ -341,7 +325,7 @@ bool fits(int64_t rows, int64_t k, int32_t format) {
 extern "C" int32_t lema_quantize(const void *source, int32_t dtype, int64_t rows, int64_t k, int32_t format, void *codes,
                                  void *scales) {
   using namespace lema;
-  const PackRow pack_row = packer_of(dtype, format);
+  const auto pack_row = functions_of(dtype, format).pack_row;
   if (pack_row == nullptr || !fits(rows, k, format)) return LEMA_BAD_ARGUMENT;
   if (*lema_cpu_missing()) return LEMA_MISSING_FEATURE;
   const int64_t source_bytes = k * (dtype == LEMA_F32 ? 4 : 2);
@@ -356,7 +340,7 @@ extern "C" int32_t lema_quantize(const void *source, int32_t dtype, int64_t rows
 extern "C" int32_t lema_quantize_errors(const void *source, int32_t dtype, int64_t rows, int64_t k, int32_t format,
                                         const void *codes, const void *scales, double *squares, double *errors) {
   using namespace lema;
-  const AddErrors add = meter_of(dtype, format);
+  const auto add = functions_of(dtype, format).add_errors;
   if (add == nullptr || !fits(rows, k, format)) return LEMA_BAD_ARGUMENT;
   if (*lema_cpu_missing()) return LEMA_MISSING_FEATURE;
   add(static_cast<const char *>(source), rows, k, static_cast<const char *>(codes), static_cast<const char *>(scales),

@@ -29,8 +29,11 @@ from lema_quant.checkpoint.plan import PlannedFile, PlannedTensor
 _BLOCK = 1 << 20
 _MOST_THREADS = 8
 
+#: is told the bytes of the base that were done since it was told last
+Advance = Callable[[int], object]
 
-def write_file(path: Path, file: PlannedFile, advance: Callable[[int], object]) -> list[TensorReport]:
+
+def write_file(path: Path, file: PlannedFile, advance: Advance) -> list[TensorReport]:
     """Write what ``file`` says to ``path``, which appears when it is complete, and tell ``advance`` the bytes of the
     base that are done. Raises CheckpointError naming the tensor that holds NaN or infinite numbers, or when the disk
     refuses."""
@@ -62,9 +65,7 @@ class _OnItsWay(ABC):
 
     ``advance`` is told the bytes of the base that are done, ``told`` the finished tensor."""
 
-    def __init__(
-        self, tensor: PlannedTensor, advance: Callable[[int], object], told: Callable[[TensorReport], None]
-    ) -> None:
+    def __init__(self, tensor: PlannedTensor, advance: Advance, told: Callable[[TensorReport], None]) -> None:
         self._tensor = tensor
         self._advance = advance
         self._told = told

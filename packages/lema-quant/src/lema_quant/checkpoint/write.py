@@ -21,7 +21,7 @@ from lema_core.checkpoint.manifest import INDEX_NAME
 from lema_core.errors import CheckpointError
 from lema_core.locks import is_open_at, lock_file
 from lema_core.quantization.report import QuantizationReport, TensorReport
-from lema_quant.checkpoint.blocks import write_file
+from lema_quant.checkpoint.blocks import Advance, write_file
 from lema_quant.checkpoint.plan import QuantizationPlan, Recipe, plan_quantization, stamp_of
 from lema_quant.checkpoint.result import (
     REPORT_FILE,
@@ -32,9 +32,6 @@ from lema_quant.checkpoint.result import (
 )
 
 _PROGRESS_FILE, _LOCK_FILE = "progress.json", ".lock"
-
-#: is told the bytes of the base that were done since it was told last
-Advance = Callable[[int], object]
 
 
 def quantize_checkpoint(
