@@ -38,8 +38,11 @@ COMMON = (
 )
 #: files of this ending are compiled for these instructions and entered only where the CPU has them
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-VNNI = (*AVX2, "-mavx512f", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256")
-BY_ENDING = {"_avx2": AVX2, "_vnni": VNNI}
+#: g++ 12 warns of its own headers of AVX-512, where registers begin with themselves
+UNWARNED = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", *UNWARNED)
+VNNI = (*AVX512, "-mavx512vnni")
+BY_ENDING = {"_avx2": AVX2, "_avx512": AVX512, "_vnni": VNNI}
 X86_64 = ("x86_64", "amd64")
 NVCC_HOST = (
     "-std=c++17",

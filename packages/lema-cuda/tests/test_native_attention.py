@@ -20,7 +20,7 @@ TOLERANCE = 1e-6
 
 
 @pytest.fixture
-def kernel() -> AttentionKernel:
+def kernel(level: str) -> AttentionKernel:
     from lema_cuda.attention import NativeAttention
 
     return NativeAttention()

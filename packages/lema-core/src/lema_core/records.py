@@ -49,7 +49,8 @@ class Kernel:
     """One implementation of an operation on one kind of device (``"*"``: any).
 
     ``impl`` names the callable; ``unsupported(request)`` returns the reasons it cannot serve, empty when it can.
-    The usable kernel of highest ``priority`` is chosen.
+    The usable kernel of highest ``priority`` is chosen. ``variant()``, where there are several, names what this machine
+    gets of it, such as "avx512"; it is asked after ``unsupported`` returned nothing.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Kernel:
     impl: str
     priority: int
     unsupported: Callable[[Any], list[str]]
+    variant: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True)

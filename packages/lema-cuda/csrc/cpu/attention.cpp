@@ -1,7 +1,8 @@
-// Arguments of attention and how it is dealt out; the arithmetic is in attention_avx2.cpp.
+// Arguments of attention and how it is dealt out; the arithmetic is in attention_blocks.h.
 
 #include "attention.h"
 #include "deal.h"
+#include "features.h"
 
 #include <new>
 
@@ -11,6 +12,8 @@ namespace {
 constexpr int64_t LINE_BYTES = 64;
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+const AttentionBodies &bodies() { return instructions() >= LEMA_AVX512 ? ATTENTION_AVX512 : ATTENTION_AVX2; }
 
 struct Sizes {
   int64_t rows = 0, longest = 0;
@@ -72,7 +75,7 @@ void forward(const lema_attention &a) {
     // the later a block, the more keys it sees: the long ones come first
     const int64_t row = unit / (a.heads * blocks), rest = unit % (a.heads * blocks);
     const HeadRow head_row{segment->start + row * segment->tokens, segment->tokens, rest % a.heads};
-    attend(a, head_row, blocks - 1 - rest / a.heads, scratch_of(scratch, bytes, slot));
+    bodies().attend(a, head_row, blocks - 1 - rest / a.heads, scratch_of(scratch, bytes, slot));
   });
 }
 
@@ -89,7 +92,7 @@ void backward(const lema_attention &a) {
     int64_t row = all_row;
     for (; row >= segment->rows; ++segment) row -= segment->rows;
     const HeadRow head_row{segment->start + row * segment->tokens, segment->tokens, head};
-    attend_gradient(a, head_row, turns[all_row * a.groups + group], scratch_of(scratch, bytes, slot));
+    bodies().attend_gradient(a, head_row, turns[all_row * a.groups + group], scratch_of(scratch, bytes, slot));
   });
 }
 

@@ -1,4 +1,4 @@
-// What attention.cpp deals out and attention_avx2.cpp computes: one head of one row at a time.
+// What attention.cpp deals out and attention_blocks.h computes: one head of one row at a time.
 
 #pragma once
 
@@ -18,13 +18,18 @@ struct HeadRow {
 };
 
 // Floats that one thread needs.
-int64_t attention_floats(int64_t d);
-int64_t attention_gradient_floats(int64_t d, int64_t tokens);
+inline int64_t attention_floats(int64_t d) { return 4 * BLOCK * d + BLOCK * STRIP; }
+inline int64_t attention_gradient_floats(int64_t d, int64_t tokens) {
+  return 7 * BLOCK * d + 2 * BLOCK * BLOCK + 2 * tokens * d;
+}
 
-// Queries [64 * block, 64 * block + 64) of the row.
-void attend(const lema_attention &a, const HeadRow &row, int64_t block, float *scratch);
+struct AttentionBodies {
+  // Queries [64 * block, 64 * block + 64) of the row.
+  void (*attend)(const lema_attention &a, const HeadRow &row, int64_t block, float *scratch);
+  // All of the row. Its part of dk and dv is added when `turn` says that the heads before it in the group are in.
+  void (*attend_gradient)(const lema_attention &a, const HeadRow &row, std::atomic<int32_t> &turn, float *scratch);
+};
 
-// All of the row. Its part of dk and dv is added when `turn` says that the heads before it in the group are in.
-void attend_gradient(const lema_attention &a, const HeadRow &row, std::atomic<int32_t> &turn, float *scratch);
+extern const AttentionBodies ATTENTION_AVX2, ATTENTION_AVX512;
 
 }  // namespace lema

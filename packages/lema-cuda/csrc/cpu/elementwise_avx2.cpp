@@ -3,7 +3,7 @@
 // same order, so the bits are torch's; a multiply-add is fused where torch fuses it, and nowhere else.
 
 #include "elementwise.h"
-#include "formats_avx2.h"
+#include "formats.h"
 
 namespace lema {
 namespace {

@@ -1,8 +1,10 @@
 #pragma once
 
+#include "../include/lema.h"
+
 namespace lema {
 
-// AVX-512's int8 instructions for registers of 256 bits: AVX512F, VL and VNNI.
-bool cpu_has_vnni();
+// The newest instructions that the CPU has, the library is compiled for and lema_cpu_limit() allows.
+lema_instructions instructions();
 
 }  // namespace lema

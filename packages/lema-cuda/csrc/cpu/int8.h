@@ -7,7 +7,7 @@
 namespace lema {
 
 constexpr int64_t MOST_CODES = 131072;  // products of two codes that an int32 holds the sum of
-constexpr int64_t FEW_STEP = 16;        // codes that a dot product takes at once
+constexpr int64_t FEW_STEP = 32;        // codes that columns are filled up to, where they are few
 
 struct Int8Bodies {
   // For run_in_pool; `job` is a Job. Tiles take b as it is or in slivers, few columns their codes.

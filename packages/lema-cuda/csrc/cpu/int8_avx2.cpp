@@ -1,9 +1,11 @@
-#include "formats_avx2.h"
+#include "wide.h"
 
 namespace lema {
 namespace {
 
-inline __m256i multiply_add(__m256i sum, __m256i a, __m256i b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+inline WideInts add_products(WideInts sum, WideInts a, WideInts b) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+}
 
 }  // namespace
 }  // namespace lema

@@ -1,11 +1,12 @@
-// The arithmetic of int8.h. Who includes it defines multiply_add(sum, a, b): to each of eight int32 the products of two
-// pairs of int16. Sums are exact, so no order shows.
+// The arithmetic of int8.h. Who includes it defines add_products(sum, a, b): to each int32 the products of two pairs of
+// int16. Sums are exact, so no order shows.
 
 #pragma once
 
 #include "few.h"
 #include "int8.h"
-#include "tile_avx2.h"
+#include "tile.h"
+#include "wide.h"
 
 namespace lema {
 namespace {  // each file's own: what is compiled for other instructions must not be shared
@@ -110,53 +111,50 @@ void pack_codes(const Product &p, int64_t row, int64_t rows, int64_t column, int
 
 // -------------------------------------------------------------------------------------------------------------- tiles
 
-struct IntTile {
-  __m256i sum[MR][2];
+template <int S>
+struct IntTile {  // of S slivers
+  WideInts sum[MR][S * PER_SLIVER];
 };
 
-inline __m256i pair_at(const int16_t *codes) {
+inline WideInts pair_at(const int16_t *codes) {
   int32_t pair;
   memcpy(&pair, codes, sizeof pair);
-  return _mm256_set1_epi32(pair);
+  return all(pair);
 }
 
-// Adds a[i * ROW8 + k] times a sliver of codes.
-inline __attribute__((always_inline)) void multiply_codes(const int16_t *a, const int16_t *b, int64_t pairs,
-                                                          IntTile &tile) {
-  __m256i c00 = tile.sum[0][0], c01 = tile.sum[0][1], c10 = tile.sum[1][0], c11 = tile.sum[1][1];
-  __m256i c20 = tile.sum[2][0], c21 = tile.sum[2][1], c30 = tile.sum[3][0], c31 = tile.sum[3][1];
-  __m256i c40 = tile.sum[4][0], c41 = tile.sum[4][1], c50 = tile.sum[5][0], c51 = tile.sum[5][1];
+// Adds a[i * ROW8 + k] times slivers of codes, `apart` codes from each other.
+template <int S>
+inline __attribute__((always_inline)) void multiply_codes(const int16_t *a, const int16_t *b, int64_t apart,
+                                                          int64_t pairs, IntTile<S> &tile) {
+  constexpr int ACROSS = S * PER_SLIVER;
+  WideInts sum[MR][ACROSS];
+#pragma GCC unroll 12
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 2
+    for (int j = 0; j < ACROSS; ++j) sum[i][j] = tile.sum[i][j];
 #pragma GCC unroll 4
-  for (int64_t k = 0; k < pairs; ++k) {
-    const __m256i low = _mm256_load_si256(reinterpret_cast<const __m256i *>(b));
-    const __m256i high = _mm256_load_si256(reinterpret_cast<const __m256i *>(b + NR));
-    __m256i x = pair_at(a), y = pair_at(a + ROW8);
-    c00 = multiply_add(c00, x, low);
-    c01 = multiply_add(c01, x, high);
-    c10 = multiply_add(c10, y, low);
-    c11 = multiply_add(c11, y, high);
-    x = pair_at(a + 2 * ROW8);
-    y = pair_at(a + 3 * ROW8);
-    c20 = multiply_add(c20, x, low);
-    c21 = multiply_add(c21, x, high);
-    c30 = multiply_add(c30, y, low);
-    c31 = multiply_add(c31, y, high);
-    x = pair_at(a + 4 * ROW8);
-    y = pair_at(a + 5 * ROW8);
-    c40 = multiply_add(c40, x, low);
-    c41 = multiply_add(c41, x, high);
-    c50 = multiply_add(c50, y, low);
-    c51 = multiply_add(c51, y, high);
-    a += 2;
-    b += 2 * NR;
+  for (int64_t k = 0; k < pairs; ++k, a += 2, b += 2 * NR) {
+    WideInts row[ACROSS];
+#pragma GCC unroll 2
+    for (int j = 0; j < ACROSS; ++j) row[j] = load(b + j / PER_SLIVER * apart + j % PER_SLIVER * 2 * WIDE);
+#pragma GCC unroll 12
+    for (int i = 0; i < MR; ++i) {
+      const WideInts factor = pair_at(a + i * ROW8);
+#pragma GCC unroll 2
+      for (int j = 0; j < ACROSS; ++j) sum[i][j] = add_products(sum[i][j], factor, row[j]);
+    }
   }
-  tile = {{{c00, c01}, {c10, c11}, {c20, c21}, {c30, c31}, {c40, c41}, {c50, c51}}};
+#pragma GCC unroll 12
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 2
+    for (int j = 0; j < ACROSS; ++j) tile.sum[i][j] = sum[i][j];
 }
 
 // Sums that are not complete wait in c, as the bits of integers. `rows`, `columns`: what of a tile c has.
-void load_sums(IntTile &tile, const float *c, int64_t stride, int64_t rows, int64_t columns) {
+template <int S>
+void load_sums(IntTile<S> &tile, const float *c, int64_t stride, int64_t rows, int64_t columns) {
   for (int64_t i = 0; i < rows; ++i, c += stride) {
-    if (columns == NR) {
+    if (columns == S * NR) {
       memcpy(&tile.sum[i], c, sizeof tile.sum[i]);
     } else {
       memcpy(&tile.sum[i], c, columns * sizeof(int32_t));
@@ -164,9 +162,10 @@ void load_sums(IntTile &tile, const float *c, int64_t stride, int64_t rows, int6
   }
 }
 
-void store_sums(const IntTile &tile, float *c, int64_t stride, int64_t rows, int64_t columns) {
+template <int S>
+void store_sums(const IntTile<S> &tile, float *c, int64_t stride, int64_t rows, int64_t columns) {
   for (int64_t i = 0; i < rows; ++i, c += stride) {
-    if (columns == NR) {
+    if (columns == S * NR) {
       memcpy(c, &tile.sum[i], sizeof tile.sum[i]);
     } else {
       memcpy(c, &tile.sum[i], columns * sizeof(int32_t));
@@ -175,14 +174,13 @@ void store_sums(const IntTile &tile, float *c, int64_t stride, int64_t rows, int
 }
 
 // Rows from `row`, columns from `column`: times the scales of both.
-inline Tile scaled(const Product &p, const IntTile &tile, int64_t row, int64_t rows, int64_t column) {
-  const __m256 low = _mm256_loadu_ps(p.column_scales + column), high = _mm256_loadu_ps(p.column_scales + column + LANES);
-  Tile out;
+template <int S>
+inline Tile<S> scaled(const Product &p, const IntTile<S> &tile, int64_t row, int64_t rows, int64_t column) {
+  Tile<S> out;
   for (int64_t i = 0; i < MR; ++i) {
-    const float of_row = i < rows ? Format<LEMA_F32>::one(p.scales + (row + i) * sizeof(float)) : 0.0f;
-    const __m256 scale = _mm256_set1_ps(of_row);
-    out.sum[i][0] = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(tile.sum[i][0]), scale), low);
-    out.sum[i][1] = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(tile.sum[i][1]), scale), high);
+    const Wide scale = all(i < rows ? Format<LEMA_F32>::one(p.scales + (row + i) * sizeof(float)) : 0.0f);
+    for (int j = 0; j < S * PER_SLIVER; ++j)
+      out.sum[i][j] = mul(mul(numbers(tile.sum[i][j]), scale), load(p.column_scales + column + j * WIDE));
   }
   return out;
 }
@@ -195,53 +193,73 @@ void add_rest_of_low_rank(const Product &p, const Block &block, float *packed_u)
     for (int64_t column = block.left; column < block.right; column += NR) {
       const float *u = packed_u, *v = p.packed_v + column * p.rank + start * NR;
       for (int64_t row = block.from; row < block.to; row += MR, u += length * MR) {
-        Tile tile{};
-        multiply_tile<1, MR>(u, v, length, tile);
-        put_part(tile, p.c + row * p.c_stride + column, p.c_stride, true, at_most(MR, block.to - row),
-                 at_most(NR, p.n - column));
+        Tile<1> tile{};
+        multiply_tile<1, MR, 1>(u, v, 0, length, tile);
+        put_part<1>(tile, p.c + row * p.c_stride + column, p.c_stride, true, at_most(MR, block.to - row),
+                    at_most(NR, p.n - column));
       }
+    }
+  }
+}
+
+// One piece of a block: what is packed of the weight, and of u, this thread's.
+struct CodePiece {
+  int64_t start, pairs, next;  // next: where the piece after it starts
+  const int16_t *packed;
+  const float *packed_u;
+  bool first, last;
+};
+
+// Columns [column, column + S NR) of a block, some of which c may lack.
+template <int S>
+void multiply_slivers(const Product &p, const Block &block, const CodePiece &piece, int64_t column, Ahead &ahead) {
+  const int64_t even = p.inner + p.inner % 2, apart = even * NR, u_length = at_most(KC, p.rank);
+  const int64_t row_tiles = (block.to - block.from + MR - 1) / MR;
+  const int16_t *const b = p.codes + column * even + piece.start * NR;
+  const int16_t *next = column + S * NR < block.right ? b + S * apart : p.codes + block.left * even + piece.next * NR;
+  Ahead of_b[S];
+  for (int s = 0; s < S; ++s, next += apart)
+    of_b[s] = Ahead(reinterpret_cast<const char *>(next), SLIVER_ROW_BYTES, piece.pairs, SLIVER_ROW_BYTES, row_tiles);
+  const int16_t *a = piece.packed;
+  const float *u = piece.packed_u, *const v = p.packed_v + column * p.rank;
+  for (int64_t row = block.from; row < block.to; row += MR, a += MR * ROW8, u += u_length * MR) {
+    float *c = p.c + row * p.c_stride + column;
+    const int64_t rows = at_most(MR, block.to - row), columns = at_most(S * NR, p.n - column);
+    ahead.step();
+    for (Ahead &of_sliver : of_b) of_sliver.step();
+    ask_for_tile<S>(c, p.c_stride);
+    IntTile<S> sums{};
+    if (!piece.first) load_sums<S>(sums, c, p.c_stride, rows, columns);
+    multiply_codes<S>(a, b, apart, piece.pairs, sums);
+    if (piece.last) {
+      Tile<S> tile = scaled<S>(p, sums, row, rows, column);
+      multiply_tile<1, MR, S>(u, v, p.rank * NR, u_length, tile);
+      put_part<S>(tile, c, p.c_stride, false, rows, columns);
+    } else {
+      store_sums<S>(sums, c, p.c_stride, rows, columns);
     }
   }
 }
 
 void multiply_block(const Job &job, const Block &block, int16_t *packed, float *packed_u) {
   const Product &p = job.product;
-  const int64_t from = block.from, to = block.to, even = p.inner + p.inner % 2;
-  const int64_t row_tiles = (to - from + MR - 1) / MR, tiles = row_tiles * ((block.right - block.left + NR - 1) / NR);
+  const int64_t from = block.from, to = block.to;
+  const int64_t tiles = (to - from + MR - 1) / MR * ((block.right - block.left + SLIVERS * NR - 1) / (SLIVERS * NR));
   const int64_t all = p.inner > 0 ? (p.inner + KC8 - 1) / KC8 : 1;
-  const int64_t u_length = at_most(KC, p.rank);
-  pack_u(p, from, to - from, 0, u_length, packed_u);
-  for (int64_t piece = 0; piece < all; ++piece) {
-    const bool last = piece + 1 == all;
-    const int64_t start = piece * KC8, length = at_most(KC8, p.inner - start), pairs = (length + 1) / 2;
+  pack_u(p, from, to - from, 0, at_most(KC, p.rank), packed_u);
+  for (int64_t i = 0; i < all; ++i) {
+    const bool last = i + 1 == all;
+    const int64_t start = i * KC8, length = at_most(KC8, p.inner - start), next = last ? 0 : start + KC8;
+    const CodePiece piece{start, (length + 1) / 2, next, packed, packed_u, i == 0, last};
     pack_codes(p, from, to - from, start, length, packed);
     // after the last piece likely the first one of the rows that are dealt out next
-    const int64_t likely = job.next_row.load(std::memory_order_relaxed) % p.m, next = last ? 0 : start + KC8;
+    const int64_t likely = job.next_row.load(std::memory_order_relaxed) % p.m;
     const int64_t next_row = last ? likely : from, next_rows = last ? at_most(p.m - likely, to - from) : to - from;
     Ahead ahead(p.weight + next_row * p.k + next, p.k, next_rows, at_most(KC8, p.inner - next), tiles);
-    for (int64_t column = block.left; column < block.right; column += NR) {
-      const int16_t *a = packed, *b = p.codes + column * even + start * NR;
-      const float *u = packed_u, *v = p.packed_v + column * p.rank;
-      const int16_t *next_b = column + NR < block.right ? b + even * NR : p.codes + block.left * even + next * NR;
-      Ahead of_b(reinterpret_cast<const char *>(next_b), SLIVER_ROW_BYTES, pairs, SLIVER_ROW_BYTES, row_tiles);
-      for (int64_t row = from; row < to; row += MR, a += MR * ROW8, u += u_length * MR) {
-        float *c = p.c + row * p.c_stride + column;
-        const int64_t rows = at_most(MR, to - row), columns = at_most(NR, p.n - column);
-        ahead.step();
-        of_b.step();
-        ask_for_tile(c, p.c_stride);
-        IntTile sums{};
-        if (piece > 0) load_sums(sums, c, p.c_stride, rows, columns);
-        multiply_codes(a, b, pairs, sums);
-        if (last) {
-          Tile tile = scaled(p, sums, row, rows, column);
-          multiply_tile<1, MR>(u, v, u_length, tile);
-          put_part(tile, c, p.c_stride, false, rows, columns);
-        } else {
-          store_sums(sums, c, p.c_stride, rows, columns);
-        }
-      }
-    }
+    int64_t column = block.left;
+    if constexpr (SLIVERS == 2)
+      for (; column + NR < block.right; column += 2 * NR) multiply_slivers<2>(p, block, piece, column, ahead);
+    for (; column < block.right; column += NR) multiply_slivers<1>(p, block, piece, column, ahead);
   }
   add_rest_of_low_rank(p, block, packed_u);
 }
@@ -262,6 +280,9 @@ void run_int8_tiles(void *context, int slot) {
 }
 
 // -------------------------------------------------------------------------------------------------------- few columns
+
+constexpr int STEP = 2 * WIDE;  // codes that fill a register with 16 bits each
+static_assert(FEW_STEP % STEP == 0, "rounded columns end with a whole register");
 
 inline int64_t padded(int64_t inner) { return (inner + FEW_STEP - 1) / FEW_STEP * FEW_STEP; }
 
@@ -291,7 +312,8 @@ void round_few(const Product &p) {
   }
 }
 
-inline int32_t sum_of_lanes(__m256i v) {
+inline int32_t sum_of_lanes(WideInts wide) {
+  const __m256i v = folded(wide);
   __m128i four = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
   four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
@@ -301,32 +323,21 @@ template <int ROWS, int N>
 void few_dots(const Product &p, int64_t row) {
   const int64_t length = padded(p.inner);
   const char *w = p.weight + row * p.k;
-  __m256i sums[ROWS][N];
+  WideInts sums[ROWS][N];
   for (int r = 0; r < ROWS; ++r)
-    for (int n = 0; n < N; ++n) sums[r][n] = _mm256_setzero_si256();
-  const auto add = [&](int64_t k, const __m128i (&codes)[ROWS]) {
-    for (int r = 0; r < ROWS; ++r) {
-      const __m256i wide = _mm256_cvtepi8_epi16(codes[r]);
-      for (int n = 0; n < N; ++n) {
-        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p.codes + n * length + k));
-        sums[r][n] = multiply_add(sums[r][n], wide, x);
-      }
-    }
+    for (int n = 0; n < N; ++n) sums[r][n] = all(0);
+  const auto add = [&](int64_t k, int r, WideInts wide) {
+    for (int n = 0; n < N; ++n) sums[r][n] = add_products(sums[r][n], wide, load(p.codes + n * length + k));
   };
-  __m128i codes[ROWS];
   int64_t k = 0;
-  for (; k + FEW_STEP <= p.inner; k += FEW_STEP) {
-    for (int r = 0; r < ROWS; ++r) codes[r] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(w + r * p.k + k));
-    add(k, codes);
-  }
-  if (k < p.inner) {
+  for (; k + STEP <= p.inner; k += STEP)
+    for (int r = 0; r < ROWS; ++r) add(k, r, widened(w + r * p.k + k));
+  if (k < p.inner)
     for (int r = 0; r < ROWS; ++r) {
-      char last[FEW_STEP] = {};
+      char last[STEP] = {};
       memcpy(last, w + r * p.k + k, p.inner - k);
-      codes[r] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(last));
+      add(k, r, widened(last));
     }
-    add(k, codes);
-  }
   for (int r = 0; r < ROWS; ++r) {
     const float scale = Format<LEMA_F32>::one(p.scales + (row + r) * sizeof(float));
     for (int n = 0; n < N; ++n) {

@@ -2,14 +2,14 @@
 
 #include "int8.h"
 
-#if defined(__AVX512F__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
+#ifdef __AVX512VNNI__
 
-#include "formats_avx2.h"
+#include "wide.h"
 
 namespace lema {
 namespace {
 
-inline __m256i multiply_add(__m256i sum, __m256i a, __m256i b) { return _mm256_dpwssd_epi32(sum, a, b); }
+inline WideInts add_products(WideInts sum, WideInts a, WideInts b) { return _mm512_dpwssd_epi32(sum, a, b); }
 
 }  // namespace
 }  // namespace lema

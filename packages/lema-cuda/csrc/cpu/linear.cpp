@@ -1,10 +1,9 @@
-// Arguments, scratch and column chunks of products with a weight; the arithmetic is in tiles_avx2.cpp, dots_avx2.cpp.
+// Arguments, scratch and column chunks of products with a weight; the arithmetic is in tiles.h, dots.h, sums_avx2.cpp.
 
 #include "linear.h"
 
 #include "../include/lema.h"
 #include "features.h"
-#include "four_bits.h"
 #include "int8.h"
 #include "pool.h"
 
@@ -29,6 +28,10 @@ int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step
 bool is_aligned(const float *packed) { return reinterpret_cast<uintptr_t>(packed) % ALIGNMENT == 0; }
 
 bool is_four_bits(int dtype) { return dtype >= LEMA_INT4_32 && dtype <= LEMA_NF4; }
+
+const TileBodies &tile_bodies() { return instructions() >= LEMA_AVX512 ? TILES_AVX512 : TILES_AVX2; }
+const DotBodies &dot_bodies() { return instructions() >= LEMA_AVX512 ? DOTS_AVX512 : DOTS_AVX2; }
+const Int8Bodies &int8_bodies() { return instructions() >= LEMA_AVX512_VNNI ? INT8_VNNI : INT8_AVX2; }
 
 // How a product is computed.
 struct Way {
@@ -58,9 +61,10 @@ int64_t strip_columns(const Product &p) {
 // Floats of the parts of the scratch: packed_b, codes, column_scales, packed_v, and for all threads packed_a, packed_u.
 struct Parts {
   Parts(const Product &p, const Way &way) {
+    const int64_t codes_at_once = dot_bodies().codes;
     const int64_t columns = round_up(chunk_columns(p), NR);
     if (way.codes) {
-      b = p.n * round_up(p.inner, CODES);
+      b = p.n * round_up(p.inner, codes_at_once);
     } else if (!p.is_packed && (way.few || !way.int8)) {
       b = p.inner * columns;
     }
@@ -80,49 +84,16 @@ struct Parts {
   int64_t b = 0, codes = 0, column_scales = 0, v = 0, a = 0, u = 0;
 };
 
-using Body = void (*)(void *, int);
-
-template <int DTYPE>
-Body body_for(const Product &p, bool few) {
-  if (!few) return run_tiles<DTYPE>;
-  return p.transposed ? run_sums<DTYPE> : run_dots<DTYPE>;
-}
-
 Body body_of(int dtype, const Product &p, bool few) {
-  switch (dtype) {
-    case LEMA_F32: return body_for<LEMA_F32>(p, few);
-    case LEMA_F16: return body_for<LEMA_F16>(p, few);
-    case LEMA_BF16: return body_for<LEMA_BF16>(p, few);
-    case LEMA_INT8: return body_for<LEMA_INT8>(p, few);
-    case LEMA_INT4_32: return body_for<LEMA_INT4_32>(p, few);
-    case LEMA_INT4_64: return body_for<LEMA_INT4_64>(p, few);
-    case LEMA_INT4_128: return body_for<LEMA_INT4_128>(p, few);
-    case LEMA_NF4: return body_for<LEMA_NF4>(p, few);
-    default: return nullptr;
-  }
+  if (dtype < 0 || dtype >= N_DTYPES) return nullptr;
+  if (!few) return tile_bodies().tiles[dtype];
+  return p.transposed ? SUMS_OF[dtype] : dot_bodies().dots[dtype];
 }
 
 // b [inner, n] -> target [n, inner]
 void pack_few(const Product &p, float *target) {
   for (int64_t i = 0; i < p.inner; ++i)
     for (int64_t n = 0; n < p.n; ++n) target[n * p.inner + i] = p.b[i * p.b_stride + n];
-}
-
-// b, as it is or from pack_few(), in the order in which words of eight four-bit codes come apart: of 64 columns first
-// those of each word's first code, divided by what the codes are multiplied by. Zeros beyond the last column.
-void pack_for_codes(const Product &p, bool is_nf4, float *target) {
-  const int64_t swap = is_nf4 ? 1 : 0, step = p.is_packed ? 1 : p.b_stride;
-  for (int64_t n = 0; n < p.n; ++n) {
-    const float *const column = p.b + n * (p.is_packed ? p.inner : 1);
-    for (int64_t first = 0; first < p.inner; first += CODES)
-      for (int code = 0; code < 8; ++code) {
-        const float factor = 1.0f / static_cast<float>(1 << (is_nf4 ? 0 : int4_power(code)));
-        for (int64_t word = 0; word < 8; ++word) {
-          const int64_t i = first + 8 * word + (code ^ swap);
-          *target++ = i < p.inner ? column[i * step] * factor : 0.0f;
-        }
-      }
-  }
 }
 
 Product product_of(const lema_product &given) {
@@ -179,7 +150,7 @@ int multiply(const lema_product &given) {
   whole.packed_v = whole.column_scales + parts.column_scales;
   whole.packed_a = whole.packed_v + parts.v;
   whole.packed_u = whole.packed_a + parts.a;
-  const Int8Bodies &int8 = INT8_VNNI.tiles != nullptr && cpu_has_vnni() ? INT8_VNNI : INT8_AVX2;
+  const Int8Bodies &int8 = int8_bodies();
   if (way.int8) body = way.few ? int8.few : int8.tiles;
   const int64_t step = chunk_columns(whole);
   for (int64_t column = 0; column < whole.n; column += step) {
@@ -191,7 +162,7 @@ int multiply(const lema_product &given) {
     p.c += column;
     job.strip = strip_columns(p);
     if (way.codes) {
-      pack_for_codes(p, given.dtype == LEMA_NF4, p.packed_b);
+      dot_bodies().order_codes(p, given.dtype == LEMA_NF4, p.packed_b);
     } else if (way.few && !p.transposed && !p.is_packed) {
       pack_few(p, p.packed_b);
     }
@@ -209,7 +180,7 @@ int pack(Product p, bool apart) {
     pack_few(p, p.packed_b);
   } else {
     Job job{p, 0};
-    run_in_pool(p.threads, run_pack, &job);
+    run_in_pool(p.threads, tile_bodies().pack, &job);
   }
   return LEMA_OK;
 }

@@ -1,7 +1,9 @@
 // One product c (+)= a b + u v whose `a` is a weight in its storage format, as linear.cpp prepares it for
-// tiles_avx2.cpp and dots_avx2.cpp.
+// tiles.h and dots.h.
 
 #pragma once
+
+#include "../include/lema.h"
 
 #include <stdint.h>
 
@@ -9,16 +11,13 @@
 
 namespace lema {
 
-constexpr int MR = 6;   // rows of a register tile
-constexpr int NR = 16;  // columns of a register tile, and of a packed sliver of b
+constexpr int NR = 16;  // columns of a packed sliver of b
 constexpr int MC = 192;                 // rows of `a` that are packed together: they stay in a second-level cache of 512 KB
 constexpr int KC = 256;                 // inner length of a packed piece: such a sliver of b stays in the first-level cache
 constexpr int SMALLEST_BLOCK = 48;      // rows that are dealt to a thread, unless fewer are left
 constexpr int FEW = 4;                  // up to so many columns are computed without tiles
-constexpr int CODES = 64;               // four-bit codes that a dot product takes at once
 constexpr int A_ROW = KC + 8;           // a row of packed `a`: rows that a tile reads side by side start in other banks
-constexpr int A_SLIVER = MR * A_ROW;    // MR rows of packed `a`, with room for a store that overhangs
-constexpr int A_FLOATS = MC / MR * A_SLIVER;  // what one thread packs `a` into
+constexpr int A_FLOATS = MC * A_ROW;    // what one thread packs `a` into
 constexpr int U_FLOATS = MC * KC;             // what one thread packs `u` into
 
 // c_MN (+)= a_MI b_IN + u_Mr v_rN. `a` is the weight [R, K] (M = R, I = K) or its transpose (M = K, I = R). m and n
@@ -43,8 +42,8 @@ struct Product {
   int64_t rank;
   float scale;
   int threads;
-  float *packed_b;  // slivers [n / NR][inner][NR], zeros beyond n; for dot products [n][inner], of four-bit codes in
-                    // their order, [n][inner rounded up to CODES]
+  float *packed_b;  // slivers [n / NR][inner][NR], zeros beyond n; for dot products [n][inner], of four-bit codes as
+                    // DotBodies has it
   bool is_packed;   // packed_b is filled already
   int16_t *codes;        // of b, where it is rounded to int8, see int8.h
   float *column_scales;  // [n rounded up to NR]
@@ -64,13 +63,28 @@ struct Job {
 
 inline int64_t pieces(int64_t inner) { return (inner + KC - 1) / KC; }
 
-// Bodies for run_in_pool; `job` is a Job. DTYPE is of enum lema_dtype or lema_quantized;
-void run_pack(void *job, int slot);
-template <int DTYPE>
-void run_tiles(void *job, int slot);
-template <int DTYPE>
-void run_dots(void *job, int slot);
-template <int DTYPE>
-void run_sums(void *job, int slot);
+// For run_in_pool; `job` is a Job.
+using Body = void (*)(void *job, int slot);
+
+// A Body for each number of enum lema_dtype and lema_quantized, in their order.
+constexpr int N_DTYPES = 8;
+#define LEMA_FOR_EACH_DTYPE(body)                                                                              \
+  {body<LEMA_F32>,     body<LEMA_F16>,     body<LEMA_BF16>,     body<LEMA_INT8>, \
+   body<LEMA_INT4_32>, body<LEMA_INT4_64>, body<LEMA_INT4_128>, body<LEMA_NF4>}
+
+struct TileBodies {
+  Body pack;  // what the tiles of all dtypes share
+  Body tiles[N_DTYPES];
+};
+
+struct DotBodies {
+  Body dots[N_DTYPES];
+  int64_t codes;                                                       // four-bit codes that are taken at once
+  void (*order_codes)(const Product &p, bool is_nf4, float *target);  // [n][inner rounded up to `codes`]
+};
+
+extern const TileBodies TILES_AVX2, TILES_AVX512;
+extern const DotBodies DOTS_AVX2, DOTS_AVX512;
+extern const Body SUMS_OF[N_DTYPES];
 
 }  // namespace lema

@@ -1,7 +1,7 @@
 // Packing of weights in fewer bits, and how far that took them. Every code follows from its row, or its group, by
 // correctly rounded operations in a fixed order, those of the codecs in plain torch, so both give the same bytes.
 
-#include "formats_avx2.h"
+#include "formats.h"
 
 #include <float.h>
 #include <math.h>

@@ -1,4 +1,4 @@
-#include "formats_avx2.h"
+#include "formats.h"
 
 namespace lema {
 namespace {

@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 /* Raised by one with every change that an older caller would misread. */
-#define LEMA_ABI_VERSION 4
+#define LEMA_ABI_VERSION 5
 
 /* Storage formats of weights, little-endian. */
 enum lema_dtype {
@@ -59,6 +59,19 @@ LEMA_API int32_t lema_abi_version(void);
 
 /* What this CPU lacks of what the kernels are compiled for, such as "AVX2, FMA"; "" when they can run. */
 LEMA_API const char *lema_cpu_missing(void);
+
+/* What kernels that have several variants compute with. */
+enum lema_instructions {
+  LEMA_AVX2 = 0,       /* AVX2, FMA and F16C */
+  LEMA_AVX512 = 1,     /* AVX-512 F, DQ, BW and VL too */
+  LEMA_AVX512_VNNI = 2 /* and its products of int8 */
+};
+
+/* Of enum lema_instructions: the newest that this CPU has, the library is compiled for and lema_cpu_limit() allows. */
+LEMA_API int32_t lema_cpu_instructions(void);
+
+/* Calls after this one use nothing newer, in the whole process. LEMA_BAD_ARGUMENT for what is not in the enum. */
+LEMA_API int32_t lema_cpu_limit(int32_t most);
 
 /* One product with a block of rows of a weight, and a low-rank term that is part of it:
 

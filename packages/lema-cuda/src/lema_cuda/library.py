@@ -9,19 +9,25 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from lema_core.errors import PluginError
+from lema_core.errors import ConfigError, PluginError
 
 LIBRARY = Path(__file__).parent / "liblema.so"
 CUDA_LIBRARY = Path(__file__).parent / "liblema_cuda.so"
 #: written when the package is built: of each library {"compiler": "g++ ...", "reason": why there is none, or null}
 BUILD_RECORD = Path(__file__).parent / "build.json"
 DISABLE_VARIABLE = "LEMA_DISABLE_NATIVE"
+#: the newest of INSTRUCTIONS that kernels may use
+INSTRUCTIONS_VARIABLE = "LEMA_INSTRUCTIONS"
+#: enum lema_instructions
+INSTRUCTIONS = ("avx2", "avx512", "avx512_vnni")
 #: LEMA_ABI_VERSION of the header that this file was written for
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 _address, _int32, _int64, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "lema_cpu_missing": (ctypes.c_char_p, ()),
+    "lema_cpu_instructions": (_int32, ()),
+    "lema_cpu_limit": (_int32, (_int32,)),
     "lema_linear_scratch_bytes": (_int64, (_address,)),
     "lema_linear": (_int32, (_address,)),
     "lema_linear_packed_bytes": (_int64, (_int64, _int64)),
@@ -73,8 +79,14 @@ _ERRORS = {
 
 @cache
 def open_library() -> ctypes.CDLL:
-    """liblema with its signatures set. Raises PluginError with the reason where there is none that fits."""
-    return _open(LIBRARY, "lema_abi_version", _SIGNATURES)
+    """liblema with its signatures set, held to what INSTRUCTIONS_VARIABLE says. Raises PluginError with the reason where
+    there is none that fits, ConfigError for a variable that names no instructions."""
+    library = _open(LIBRARY, "lema_abi_version", _SIGNATURES)
+    if most := os.environ.get(INSTRUCTIONS_VARIABLE):
+        if most not in INSTRUCTIONS:
+            raise ConfigError(f"{INSTRUCTIONS_VARIABLE}={most} is unknown; there are {', '.join(INSTRUCTIONS)}")
+        raise_for(library.lema_cpu_limit(INSTRUCTIONS.index(most)))
+    return library
 
 
 @cache
@@ -150,6 +162,11 @@ def refusals() -> list[str]:
 def cpu_missing() -> str:
     """Instruction sets that the kernels need and this CPU lacks, such as "AVX2, FMA"; empty where they run."""
     return open_library().lema_cpu_missing().decode()
+
+
+def instructions() -> str:
+    """Of INSTRUCTIONS: what kernels with several variants compute with in this process."""
+    return INSTRUCTIONS[open_library().lema_cpu_instructions()]
 
 
 def _switched_off() -> list[str]:

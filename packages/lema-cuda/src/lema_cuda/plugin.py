@@ -7,7 +7,7 @@ from typing import Any
 
 from lema_core.hookspecs import hookimpl
 from lema_core.records import Kernel
-from lema_cuda.library import cuda_refusals, device_refusals, library_refusals, refusals
+from lema_cuda.library import cuda_refusals, device_refusals, instructions, library_refusals, refusals
 
 
 def _unsupported(request: Any) -> list[str]:
@@ -42,7 +42,8 @@ _ON_THE_CPU = {
 @hookimpl
 def lema_kernels() -> Iterable[Kernel]:
     for op, impl in _ON_THE_CPU.items():
-        yield Kernel("cpp", op, "cpu", impl, priority=10, unsupported=_unsupported)
+        variant = instructions if op in ("linear", "attention") else None
+        yield Kernel("cpp", op, "cpu", impl, priority=10, unsupported=_unsupported, variant=variant)
     yield Kernel("cpp", "read", "*", "lema_cuda.read:NativeReads", priority=10, unsupported=_unsupported_on_any_cpu)
     yield Kernel("cpp", "widen", "*", "lema_cuda.widen:NativeWiden", priority=10, unsupported=_unsupported)
     yield Kernel(

@@ -179,6 +179,8 @@ def _kernels() -> Iterable[Row]:
             reasons += kernel.unsupported(None)
         device = "any device" if kernel.device_type == "*" else kernel.device_type
         detail = ", ".join(reasons) or f"on {device}, priority {kernel.priority}"
+        if kernel.variant and not reasons:
+            detail += f", {kernel.variant()}"
         yield Row(f"{kernel.op}: {kernel.name}", detail, not reasons)
 
 

@@ -579,6 +579,7 @@ class LemaModel:
 
 
 def _versioned(kernel: Kernel) -> str:
-    """A kernel's name with the version of the distribution that it comes from, as first-party and other plugins name
-    theirs."""
-    return f"{kernel.name} {version(kernel.impl.partition('.')[0].replace('_', '-'))}"
+    """A kernel's name and variant, with the version of the distribution that it comes from, as first-party and other
+    plugins name theirs."""
+    made_in = version(kernel.impl.partition(".")[0].replace("_", "-"))
+    return " ".join([kernel.name, made_in, *([kernel.variant()] if kernel.variant else [])])

@@ -2,13 +2,21 @@
 
 #pragma once
 
-#include "formats_avx2.h"
+#include "formats.h"
 #include "linear.h"
+#include "wide.h"
 
 #include <sched.h>
 
 namespace lema {
-namespace {  // each file's own: what is compiled for AVX2 must not be shared with what is not
+namespace {  // each file's own: what is compiled for other instructions must not be shared
+
+// A tile: as many sums as registers hold beside a row of b. Its slivers of b lie beside each other.
+constexpr int MR = WIDE == 16 ? 12 : 6;      // rows
+constexpr int SLIVERS = WIDE == 16 ? 2 : 1;  // at most, of NR columns
+constexpr int PER_SLIVER = NR / WIDE;        // registers of its row
+constexpr int64_t A_SLIVER = MR * A_ROW;     // MR rows of packed `a`, with room for a store that overhangs
+static_assert(MC % MR == 0 && MC * A_ROW == A_FLOATS && SMALLEST_BLOCK % MR == 0, "a block is of whole tiles");
 
 constexpr int64_t SLIVER_ROW_BYTES = NR * sizeof(float);
 
@@ -45,69 +53,54 @@ void pack_u(const Product &p, int64_t row, int64_t rows, int64_t column, int64_t
 
 // -------------------------------------------------------------------------------------------------------------- tiles
 
-struct Tile {
-  __m256 sum[MR][2];
+template <int S>
+struct Tile {  // of S slivers
+  Wide sum[MR][S * PER_SLIVER];
 };
 
-// Adds a[i * ROW + k * INNER] times a sliver of b, over k in order.
-template <int ROW, int INNER>
-inline __attribute__((always_inline)) void multiply_tile(const float *a, const float *b, int64_t length, Tile &tile) {
-  __m256 c00 = tile.sum[0][0], c01 = tile.sum[0][1], c10 = tile.sum[1][0], c11 = tile.sum[1][1];
-  __m256 c20 = tile.sum[2][0], c21 = tile.sum[2][1], c30 = tile.sum[3][0], c31 = tile.sum[3][1];
-  __m256 c40 = tile.sum[4][0], c41 = tile.sum[4][1], c50 = tile.sum[5][0], c51 = tile.sum[5][1];
+// Adds a[i * ROW + k * INNER] times slivers of b, `apart` floats from each other, over k in order.
+template <int ROW, int INNER, int S>
+inline __attribute__((always_inline)) void multiply_tile(const float *a, const float *b, int64_t apart, int64_t length,
+                                                         Tile<S> &tile) {
+  constexpr int ACROSS = S * PER_SLIVER;
+  Wide sum[MR][ACROSS];
+#pragma GCC unroll 12
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 2
+    for (int j = 0; j < ACROSS; ++j) sum[i][j] = tile.sum[i][j];
 #pragma GCC unroll 4
-  for (int64_t k = 0; k < length; ++k) {
-    const __m256 low = _mm256_load_ps(b), high = _mm256_load_ps(b + LANES);
-    __m256 x = _mm256_broadcast_ss(a);
-    __m256 y = _mm256_broadcast_ss(a + ROW);
-    c00 = _mm256_fmadd_ps(x, low, c00);
-    c01 = _mm256_fmadd_ps(x, high, c01);
-    c10 = _mm256_fmadd_ps(y, low, c10);
-    c11 = _mm256_fmadd_ps(y, high, c11);
-    x = _mm256_broadcast_ss(a + 2 * ROW);
-    y = _mm256_broadcast_ss(a + 3 * ROW);
-    c20 = _mm256_fmadd_ps(x, low, c20);
-    c21 = _mm256_fmadd_ps(x, high, c21);
-    c30 = _mm256_fmadd_ps(y, low, c30);
-    c31 = _mm256_fmadd_ps(y, high, c31);
-    x = _mm256_broadcast_ss(a + 4 * ROW);
-    y = _mm256_broadcast_ss(a + 5 * ROW);
-    c40 = _mm256_fmadd_ps(x, low, c40);
-    c41 = _mm256_fmadd_ps(x, high, c41);
-    c50 = _mm256_fmadd_ps(y, low, c50);
-    c51 = _mm256_fmadd_ps(y, high, c51);
-    a += INNER;
-    b += NR;
+  for (int64_t k = 0; k < length; ++k, a += INNER, b += NR) {
+    Wide row[ACROSS];
+#pragma GCC unroll 2
+    for (int j = 0; j < ACROSS; ++j) row[j] = load(b + j / PER_SLIVER * apart + j % PER_SLIVER * WIDE);
+#pragma GCC unroll 12
+    for (int i = 0; i < MR; ++i) {
+      const Wide factor = all(a[i * ROW]);
+#pragma GCC unroll 2
+      for (int j = 0; j < ACROSS; ++j) sum[i][j] = multiply_add(factor, row[j], sum[i][j]);
+    }
   }
-  tile = {{{c00, c01}, {c10, c11}, {c20, c21}, {c30, c31}, {c40, c41}, {c50, c51}}};
-}
-
-inline void put(float *c, __m256 value, bool add) {
-  _mm256_storeu_ps(c, add ? _mm256_add_ps(_mm256_loadu_ps(c), value) : value);
-}
-
-void put_tile(const Tile &tile, float *c, int64_t stride, bool add) {
-  for (int i = 0; i < MR; ++i, c += stride) {
-    put(c, tile.sum[i][0], add);
-    put(c + LANES, tile.sum[i][1], add);
-  }
-}
-
-// The part of a tile that c has.
-void put_corner(const Tile &tile, float *c, int64_t stride, bool add, int64_t rows, int64_t columns) {
-  for (int64_t i = 0; i < rows; ++i, c += stride) {
-    float row[NR];
-    memcpy(row, tile.sum[i], sizeof row);
-    for (int64_t j = 0; j < columns; ++j) c[j] = add ? c[j] + row[j] : row[j];
-  }
+#pragma GCC unroll 12
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 2
+    for (int j = 0; j < ACROSS; ++j) tile.sum[i][j] = sum[i][j];
 }
 
 // What c has of a tile: so many rows and columns.
-inline void put_part(const Tile &tile, float *c, int64_t stride, bool add, int64_t rows, int64_t columns) {
-  if (rows == MR && columns == NR) {
-    put_tile(tile, c, stride, add);
+template <int S>
+inline void put_part(const Tile<S> &tile, float *c, int64_t stride, bool accumulate, int64_t rows, int64_t columns) {
+  if (columns == S * NR) {
+    for (int64_t i = 0; i < rows; ++i, c += stride)
+      for (int j = 0; j < S * PER_SLIVER; ++j) {
+        float *const target = c + j * WIDE;
+        store(target, accumulate ? add(load(target), tile.sum[i][j]) : tile.sum[i][j]);
+      }
   } else {
-    put_corner(tile, c, stride, add, rows, columns);
+    for (int64_t i = 0; i < rows; ++i, c += stride) {
+      float row[S * NR];
+      memcpy(row, tile.sum[i], sizeof row);
+      for (int64_t j = 0; j < columns; ++j) c[j] = accumulate ? c[j] + row[j] : row[j];
+    }
   }
 }
 
@@ -117,6 +110,8 @@ class Ahead {
  public:
   Ahead(const char *first, int64_t row_bytes, int64_t rows, int64_t bytes, int64_t steps)
       : next_(first), row_bytes_(row_bytes), rows_(rows), bytes_(bytes), steps_(steps) {}
+
+  Ahead() : Ahead(nullptr, 0, 0, 0, 1) {}
 
   void step() {
     for (due_ += rows_; due_ >= steps_; due_ -= steps_, next_ += row_bytes_)
@@ -129,8 +124,10 @@ class Ahead {
 };
 
 // Asked for before a tile is multiplied, a tile of c is there when the sums are added to it.
+template <int S>
 inline void ask_for_tile(const float *c, int64_t stride) {
-  for (int i = 0; i < MR; ++i, c += stride) _mm_prefetch(reinterpret_cast<const char *>(c), _MM_HINT_T0);
+  for (int i = 0; i < MR; ++i, c += stride)
+    for (int j = 0; j < S; ++j) _mm_prefetch(reinterpret_cast<const char *>(c + j * NR), _MM_HINT_T0);
 }
 
 // A rectangle of c.

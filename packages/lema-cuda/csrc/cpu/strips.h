@@ -3,33 +3,32 @@
 #pragma once
 
 #include "attention.h"
-#include "formats_avx2.h"
+#include "wide.h"
+
+#include <string.h>
 
 namespace lema {
 namespace {  // each file's own
 
+constexpr int64_t PER_STRIP = STRIP / WIDE;  // registers of a row of it
+constexpr int64_t EIGHT = 8;                 // features, and tokens, that are turned at once
 constexpr float SMALLEST_POWER = -126.0f;
 
-inline __m256 all(float value) { return _mm256_set1_ps(value); }
+inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // 2^x for x <= 0, to one unit in the last place; below 2^-126 it is 2^-126.
-inline __m256 power_of_two(__m256 x) {
-  x = _mm256_max_ps(all(SMALLEST_POWER), x);  // in this order NaN stays NaN
-  const __m256 shift = all(12582912.0f);  // 1.5 * 2^23: added, it leaves a whole number in the lowest bits
-  const __m256 shifted = _mm256_add_ps(x, shift), rest = _mm256_sub_ps(x, _mm256_sub_ps(shifted, shift));
-  __m256 p = all(0.000153456963f);
-  p = _mm256_fmadd_ps(p, rest, all(0.001340006331f));
-  p = _mm256_fmadd_ps(p, rest, all(0.009618490397f));
-  p = _mm256_fmadd_ps(p, rest, all(0.05550328451f));
-  p = _mm256_fmadd_ps(p, rest, all(0.2402264687f));
-  p = _mm256_fmadd_ps(p, rest, all(0.6931472059f));
-  p = _mm256_fmadd_ps(p, rest, all(1.0f));
-  const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
-  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
-}
-
-inline __m256 lanes_from(float first) {
-  return _mm256_add_ps(all(first), _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7));
+inline Wide power_of_two(Wide x) {
+  x = larger(all(SMALLEST_POWER), x);  // in this order NaN stays NaN
+  const Wide shift = all(12582912.0f);  // 1.5 * 2^23: added, it leaves a whole number in the lowest bits
+  const Wide shifted = add(x, shift), rest = sub(x, sub(shifted, shift));
+  Wide p = all(0.000153456963f);
+  p = multiply_add(p, rest, all(0.001340006331f));
+  p = multiply_add(p, rest, all(0.009618490397f));
+  p = multiply_add(p, rest, all(0.05550328451f));
+  p = multiply_add(p, rest, all(0.2402264687f));
+  p = multiply_add(p, rest, all(0.6931472059f));
+  p = multiply_add(p, rest, all(1.0f));
+  return times_power(p, shifted);
 }
 
 // ----------------------------------------------------------------------------------------------------------- products
@@ -45,63 +44,58 @@ struct Sum {
   int64_t a_outer = 0, outer = 1;
 };
 
+constexpr int TILE = WIDE == 16 ? 12 : 6;  // rows of which the sums stay in registers
+
 template <int ROWS>
 inline void tile(const Sum &s, int64_t row) {
   const float *a_of_row = s.a + row * s.a_row, *b = s.b;
   float *c = s.c + row * s.c_row;
-  __m256 low[ROWS], high[ROWS];
-#pragma GCC unroll 6
-  for (int r = 0; r < ROWS; ++r) {
-    low[r] = s.add ? _mm256_loadu_ps(c + r * s.c_row) : _mm256_setzero_ps();
-    high[r] = s.add ? _mm256_loadu_ps(c + r * s.c_row + LANES) : _mm256_setzero_ps();
-  }
+  Wide sum[ROWS][PER_STRIP];
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+    for (int i = 0; i < PER_STRIP; ++i) sum[r][i] = s.add ? load(c + r * s.c_row + i * WIDE) : zeros();
   for (int64_t i = 0; i < s.outer; ++i, a_of_row += s.a_outer) {
     const float *a = a_of_row;
     for (int64_t j = 0; j < s.inner; ++j, a += s.a_inner, b += STRIP) {
-      const __m256 b_low = _mm256_load_ps(b), b_high = _mm256_load_ps(b + LANES);
-#pragma GCC unroll 6
+      Wide of_b[PER_STRIP];
+#pragma GCC unroll 2
+      for (int k = 0; k < PER_STRIP; ++k) of_b[k] = load(b + k * WIDE);
+#pragma GCC unroll 12
       for (int r = 0; r < ROWS; ++r) {
-        const __m256 factor = _mm256_broadcast_ss(a + r * s.a_row);
-        low[r] = _mm256_fmadd_ps(factor, b_low, low[r]);
-        high[r] = _mm256_fmadd_ps(factor, b_high, high[r]);
+        const Wide factor = all(a[r * s.a_row]);
+#pragma GCC unroll 2
+        for (int k = 0; k < PER_STRIP; ++k) sum[r][k] = multiply_add(factor, of_b[k], sum[r][k]);
       }
     }
   }
-#pragma GCC unroll 6
-  for (int r = 0; r < ROWS; ++r) {
-    _mm256_storeu_ps(c + r * s.c_row, low[r]);
-    _mm256_storeu_ps(c + r * s.c_row + LANES, high[r]);
-  }
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+    for (int i = 0; i < PER_STRIP; ++i) store(c + r * s.c_row + i * WIDE, sum[r][i]);
 }
 
+// `rows`: at most ROWS.
+template <int ROWS = TILE>
 void tile_of(int rows, const Sum &sum, int64_t row) {
-  switch (rows) {
-    case 1: return tile<1>(sum, row);
-    case 2: return tile<2>(sum, row);
-    case 3: return tile<3>(sum, row);
-    case 4: return tile<4>(sum, row);
-    case 5: return tile<5>(sum, row);
-    default: return tile<6>(sum, row);
+  if constexpr (ROWS > 1) {
+    if (rows < ROWS) return tile_of<ROWS - 1>(rows, sum, row);
   }
+  tile<ROWS>(sum, row);
 }
-
-constexpr int64_t TILE = 6;
 
 void multiply(const Sum &sum, int64_t rows) {
-  int64_t row = 0;
-  for (; row + TILE <= rows; row += TILE) tile<TILE>(sum, row);
-  if (row < rows) tile_of(static_cast<int>(rows - row), sum, row);
+  for (int64_t row = 0; row < rows; row += TILE) tile_of(static_cast<int>(at_most(TILE, rows - row)), sum, row);
 }
 
 // ------------------------------------------------------------------------------------------------------------ packing
 
 // `tokens` (at most 16) columns of x [D, ...], times `factor` -> strip[D][16], zeros beyond.
 void pack_strip(const float *x, int64_t stride, int64_t d, int64_t tokens, float factor, float *strip) {
-  const __m256 by = all(factor);
+  const Wide by = all(factor);
   for (int64_t i = 0; i < d; ++i, x += stride, strip += STRIP) {
     if (tokens == STRIP) {
-      _mm256_store_ps(strip, _mm256_mul_ps(_mm256_loadu_ps(x), by));
-      _mm256_store_ps(strip + LANES, _mm256_mul_ps(_mm256_loadu_ps(x + LANES), by));
+      for (int64_t t = 0; t < STRIP; t += WIDE) store(strip + t, mul(load(x + t), by));
     } else {
       for (int64_t t = 0; t < STRIP; ++t) strip[t] = t < tokens ? x[t] * factor : 0.0f;
     }
@@ -140,11 +134,11 @@ inline void transpose(const float *x, int64_t x_row, __m256 (&column)[8]) {
 // strip[D][16] -> for each 16 features [64 tokens][16]; `turned` is where the strip's first token goes.
 void turn_strip(const float *strip, int64_t d, float *turned) {
   __m256 column[8];
-  for (int64_t i = 0; i < d; i += LANES)
-    for (int64_t t = 0; t < STRIP; t += LANES) {
+  for (int64_t i = 0; i < d; i += EIGHT)
+    for (int64_t t = 0; t < STRIP; t += EIGHT) {
       transpose(strip + i * STRIP + t, STRIP, column);
       float *target = turned + i / STRIP * BLOCK * STRIP + t * STRIP + i % STRIP;
-      for (int j = 0; j < LANES; ++j) _mm256_store_ps(target + j * STRIP, column[j]);
+      for (int j = 0; j < EIGHT; ++j) _mm256_store_ps(target + j * STRIP, column[j]);
     }
 }
 
