@@ -26,21 +26,19 @@ inline float sum_of_eight(__m256 v) {
 
 inline float sum_of_lanes(Wide v) { return sum_of_eight(folded(v)); }
 
-// b, as it is or from pack_few(), in the order in which words of eight four-bit codes come apart: of CODES columns first
+// b in the order in which words of eight four-bit codes come apart: of CODES columns first
 // those of each word's first code, divided by what the codes are multiplied by. Zeros beyond the last column.
 void order_codes(const Product &p, bool is_nf4, float *target) {
-  const int64_t swap = is_nf4 ? 1 : 0, step = p.is_packed ? 1 : p.b_stride;
-  for (int64_t n = 0; n < p.n; ++n) {
-    const float *const column = p.b + n * (p.is_packed ? p.inner : 1);
+  const int64_t swap = is_nf4 ? 1 : 0;
+  for (int64_t n = 0; n < p.n; ++n)
     for (int64_t first = 0; first < p.inner; first += CODES)
       for (int code = 0; code < 8; ++code) {
         const float factor = is_nf4 ? 1.0f : 1.0f / static_cast<float>(1 << code_power(code));
         for (int64_t word = 0; word < WIDE; ++word) {
           const int64_t i = first + 8 * word + (code ^ swap);
-          *target++ = i < p.inner ? column[i * step] * factor : 0.0f;
+          *target++ = i < p.inner ? p.b[i * p.b_stride + n] * factor : 0.0f;
         }
       }
-  }
 }
 
 // ROWS rows of the weight from `row`, N columns; `first` piece or not.

@@ -45,6 +45,9 @@ struct Way {
   bool codes;  // dot products of four-bit codes
 };
 
+// Whether several products gain from packing what they share.
+bool is_shared_packed(int64_t n, bool apart) { return n > FEW || apart; }
+
 // Columns that are packed and computed at once.
 int64_t chunk_columns(const Product &p) {
   if (p.is_packed || p.inner == 0) return p.n;
@@ -136,6 +139,7 @@ int multiply(const lema_product &given) {
   if (*lema_cpu_missing()) return LEMA_MISSING_FEATURE;
   Product whole = product_of(given);
   const Way way(given);
+  if (whole.is_packed && way.few) return LEMA_BAD_ARGUMENT;
   Body body = body_of(given.dtype, whole, way.few);
   if (body == nullptr || is_wrong(whole)) return LEMA_BAD_ARGUMENT;
   if (way.int8 ? cannot_be_int8(given) : given.compute != LEMA_COMPUTE_F32) return LEMA_BAD_ARGUMENT;
@@ -163,7 +167,7 @@ int multiply(const lema_product &given) {
     job.strip = strip_columns(p);
     if (way.codes) {
       dot_bodies().order_codes(p, given.dtype == LEMA_NF4, p.packed_b);
-    } else if (way.few && !p.transposed && !p.is_packed) {
+    } else if (way.few && !p.transposed) {
       pack_few(p, p.packed_b);
     }
     if (way.int8 && way.few) int8.round_few(p);
@@ -176,12 +180,9 @@ int pack(Product p, bool apart) {
   if (*lema_cpu_missing()) return LEMA_MISSING_FEATURE;
   if (p.inner < 0 || p.n < 0 || p.b_stride < p.n || p.threads < 1 || !is_aligned(p.packed_b)) return LEMA_BAD_ARGUMENT;
   if (p.inner == 0 || p.n == 0) return LEMA_OK;
-  if (p.n <= FEW && !apart) {
-    pack_few(p, p.packed_b);
-  } else {
-    Job job{p, 0};
-    run_in_pool(p.threads, tile_bodies().pack, &job);
-  }
+  if (!is_shared_packed(p.n, apart)) return LEMA_BAD_ARGUMENT;
+  Job job{p, 0};
+  run_in_pool(p.threads, tile_bodies().pack, &job);
   return LEMA_OK;
 }
 
@@ -194,7 +195,8 @@ extern "C" int64_t lema_linear_scratch_bytes(const lema_product *product) {
 
 extern "C" int32_t lema_linear(const lema_product *product) { return lema::multiply(*product); }
 
-extern "C" int64_t lema_linear_packed_bytes(int64_t k, int64_t n) {
+extern "C" int64_t lema_linear_packed_bytes(int64_t k, int64_t n, int32_t apart) {
+  if (!lema::is_shared_packed(n, apart != 0)) return 0;
   return static_cast<int64_t>(sizeof(float)) * k * lema::round_up(n, lema::NR);
 }
 

@@ -116,8 +116,8 @@ LEMA_API int64_t lema_linear_scratch_bytes(const lema_product *product);
 LEMA_API int32_t lema_linear(const lema_product *product);
 
 /* x_KN as several products that are not transposed share it; `apart` as theirs. packed: lema_linear_packed_bytes(),
-   aligned to 32 bytes. */
-LEMA_API int64_t lema_linear_packed_bytes(int64_t k, int64_t n);
+   aligned to 32 bytes; where those are 0, as of few columns, products take x as it is. */
+LEMA_API int64_t lema_linear_packed_bytes(int64_t k, int64_t n, int32_t apart);
 LEMA_API int32_t lema_linear_pack(const float *x, int64_t x_stride, int64_t k, int64_t n, float *packed, int32_t apart,
                                   int32_t threads);
 

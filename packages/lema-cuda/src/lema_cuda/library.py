@@ -30,7 +30,7 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "lema_cpu_limit": (_int32, (_int32,)),
     "lema_linear_scratch_bytes": (_int64, (_address,)),
     "lema_linear": (_int32, (_address,)),
-    "lema_linear_packed_bytes": (_int64, (_int64, _int64)),
+    "lema_linear_packed_bytes": (_int64, (_int64, _int64, _int32)),
     "lema_linear_pack": (_int32, (_address, _int64, _int64, _int64, _address, _int32, _int32)),
     "lema_rms_norm": (_int32, (_address, _address, _int64, _int64, _float, _address, _address, _int32)),
     "lema_rms_norm_gradient": (_int32, (*[_address] * 4, _int64, _int64, _address, _int32)),
@@ -79,8 +79,8 @@ _ERRORS = {
 
 @cache
 def open_library() -> ctypes.CDLL:
-    """liblema with its signatures set, held to what INSTRUCTIONS_VARIABLE says. Raises PluginError with the reason where
-    there is none that fits, ConfigError for a variable that names no instructions."""
+    """liblema with its signatures set, held to what INSTRUCTIONS_VARIABLE says. Raises PluginError with the reason
+    where there is none that fits, ConfigError for a variable that names no instructions."""
     library = _open(LIBRARY, "lema_abi_version", _SIGNATURES)
     if most := os.environ.get(INSTRUCTIONS_VARIABLE):
         if most not in INSTRUCTIONS:

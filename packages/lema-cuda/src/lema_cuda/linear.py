@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lema_core.errors import PluginError
 from lema_core.ops.linear import Columns
 from lema_core.ops.w8a8 import MOST_INPUTS
 from lema_core.quantization.block import QuantizedBlock, WeightBlock
+from lema_core.quantization.formats import wire_formats
 from lema_cuda.library import open_library, raise_for
 
 #: enum lema_dtype
@@ -104,7 +106,7 @@ class NativeLinear:
         """What several products with the same right-hand side share, to be given as ``x`` to :meth:`forward` with the
         same ``segments``."""
         k, n = x_KN.shape
-        size = self._library.lema_linear_packed_bytes(k, n)
+        size = self._library.lema_linear_packed_bytes(k, n, bool(segments))
         if size > _MOST_PACKED_BYTES or size == 0:
             return x_KN
         x, stride = _address_and_stride(x_KN, k, n)
@@ -251,21 +253,26 @@ def _is_foreign(weight: WeightBlock) -> bool:
     return isinstance(weight, QuantizedBlock) and weight.format.name not in FORMATS
 
 
+@lru_cache(maxsize=256)
+def _layout(name: str, shape: tuple[int, int]) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    """Dtype and shape of each part of a weight of ``shape`` in the format ``name``."""
+    return tuple((part.dtype, part.shape) for part in wire_formats()[name].parts(shape))
+
+
 def _addresses_of_weight(weight_RK: WeightBlock) -> tuple[int, int | None, int]:
     """Addresses of the numbers and of their scales, and enum lema_dtype or lema_quantized. The library sees addresses
     only: what it would misread stops here."""
     if isinstance(weight_RK, QuantizedBlock):
-        form = weight_RK.format
-        for part, expected in zip(weight_RK.parts, form.parts(weight_RK.shape), strict=True):
-            same = (part.dtype, part.shape) == (expected.dtype, expected.shape)
-            if not same or part.device.type != "cpu" or not part.is_contiguous():
+        name = weight_RK.format.name
+        for part, (dtype, shape) in zip(weight_RK.parts, _layout(name, weight_RK.shape), strict=True):
+            if part.dtype != dtype or part.shape != shape or not (part.is_cpu and part.is_contiguous()):
                 raise PluginError(
-                    f"cpp kernel: of a weight in {form.name} there is {told(part)}, expected contiguous "
-                    f"{expected.dtype} {list(expected.shape)} on the CPU"
+                    f"cpp kernel: of a weight in {name} there is {told(part)}, expected contiguous {dtype} "
+                    f"{list(shape)} on the CPU"
                 )
         codes, scales = weight_RK.parts
-        return codes.data_ptr(), scales.data_ptr(), FORMATS[form.name]
-    if weight_RK.dtype not in DTYPES or weight_RK.device.type != "cpu" or not weight_RK.is_contiguous():
+        return codes.data_ptr(), scales.data_ptr(), FORMATS[name]
+    if weight_RK.dtype not in DTYPES or not weight_RK.is_cpu or not weight_RK.is_contiguous():
         raise PluginError(
             f"cpp kernel: the weight is {told(weight_RK)}, expected contiguous fp32, fp16 or bf16 on the CPU"
         )
@@ -274,7 +281,7 @@ def _addresses_of_weight(weight_RK: WeightBlock) -> tuple[int, int | None, int]:
 
 def _address_of_factor(factor: Tensor, rows: int, columns: int) -> tuple[int, int, int]:
     """Address and strides of a low-rank factor, a view of any kind."""
-    if factor.shape != (rows, columns) or factor.dtype != torch.float32 or factor.device.type != "cpu":
+    if factor.shape != (rows, columns) or factor.dtype != torch.float32 or not factor.is_cpu:
         raise PluginError(
             f"cpp kernel: a low-rank factor is {told(factor)}, expected fp32 {[rows, columns]} on the CPU"
         )
@@ -286,7 +293,7 @@ def _address_and_stride(tensor: Tensor, rows: int, n: int) -> tuple[int, int]:
     # torch may give a dimension of one any stride
     stride = tensor.stride(0) if rows > 1 else n
     in_rows = tensor.shape == (rows, n) and (n <= 1 or tensor.stride(1) == 1) and stride >= n
-    if not in_rows or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+    if not in_rows or tensor.dtype != torch.float32 or not tensor.is_cpu:
         raise PluginError(
             f"cpp kernel: an activation is {told(tensor)}, expected fp32 {[rows, n]} with contiguous rows on the CPU"
         )
