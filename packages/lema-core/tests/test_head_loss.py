@@ -32,6 +32,10 @@ class OneMatrixHead:
     def head(self, ops: StreamedOps, x_NC: Tensor) -> Tensor:
         self.calls.append(len(x_NC))
         columns = [x_NC[start:stop].contiguous() @ self.weight.t() for start, stop in ops.now.columns]
+        for column in columns:
+            if column.requires_grad:
+                # A product may have another order for numbers that do not lie together.
+                column.register_hook(Tensor.contiguous)
         return torch.cat(columns).t().contiguous().t()
 
 

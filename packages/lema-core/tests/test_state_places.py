@@ -55,7 +55,7 @@ def test_all_are_zeros_before_they_are_given_back_and_keep_what_they_are_given(s
         for number in range(4):
             stream.take(number).fill_(10 * turn + number)
             stream.give(number)
-        wait_until(lambda: bool(stream.bytes_written))  # what is taken again before is not written
+        wait_until(lambda: not stream._to_write)  # what is taken again before is not written
         stream.announce([3, 2, 1, 0])
         for number in (3, 2, 1, 0):
             assert (stream.take(number) == 10 * turn + number).all()

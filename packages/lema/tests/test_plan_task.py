@@ -194,7 +194,8 @@ def test_what_was_measured_leaves_out_the_first_step_but_not_its_peak() -> None:
 def test_a_plan_of_weights_that_train_says_what_their_states_move(
     config: Callable[..., LemaConfig], tmp_path: Path, make_rows: Any
 ) -> None:
-    """Bytes written as planned; reads, but for what is still in a slot when it is wanted again."""
+    """Bytes written and read as planned, but for what is still in a slot when it is wanted again: it is not read, nor
+    written in between where its turn had not come."""
     rows = make_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7, 8, 9, 10]}] * 6)
     options = {
         "training_mode": "selective_full",
@@ -209,7 +210,7 @@ def test_a_plan_of_weights_that_train_says_what_their_states_move(
     assert "moments, gradients, new weights" in out.getvalue()
     summary = tasks.train(run)
     prediction, found = summary["prediction"], summary["measured"]
-    assert found["written_bytes"] == prediction["written_bytes"] > 0
+    assert 0.9 * prediction["written_bytes"] <= found["written_bytes"] <= prediction["written_bytes"]
     assert 0.6 * prediction["read_bytes"] <= found["read_bytes"] <= prediction["read_bytes"]
 
 

@@ -44,6 +44,8 @@ class StateStream:
     ask by; numbers of one record are asked for one after the other, and lose what they had.
 
     A record that was never given back is zeros. Several threads may take records, each at most one at a time.
+
+    ``bytes_written`` counts a write when it is queued, so that it belongs to the step that changed the record.
     """
 
     def __init__(
@@ -216,6 +218,7 @@ class StateStream:
         with self._moved:
             self._ahead.clear()
             self._wait(lambda: _Slot.MOVING not in self._state)
+            self.bytes_written -= sum(map(self._disk_bytes_of, self._to_write))
             self._to_write.clear()
             self._clean.clear()
             self._changed.clear()
@@ -295,6 +298,7 @@ class StateStream:
         self._changed.pop(slot, None)
         if self._state[slot] is _Slot.QUEUED:
             self._to_write.remove(slot)
+            self.bytes_written -= self._disk_bytes_of(slot)
         self._state[slot] = state
         if state is _Slot.CLEAN:
             self._clean[slot] = None
@@ -304,6 +308,12 @@ class StateStream:
     def _queue(self, slot: int) -> None:
         self._settle(slot, _Slot.QUEUED)
         self._to_write.append(slot)
+        self.bytes_written += self._disk_bytes_of(slot)
+
+    def _disk_bytes_of(self, slot: int) -> int:
+        """Of the record that it holds; 0 where that has its place on the device."""
+        record = self._holds[slot]
+        return self._sizes[record] if record in self._offsets else 0
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         self._moved.wait_for(lambda: ready() or self._error is not None)
@@ -370,7 +380,6 @@ class StateStream:
         try:
             if write:
                 self._file.write(offset, memory)
-                self.bytes_written += nbytes
             else:
                 self._file.read(offset, memory)
                 self.bytes_read += nbytes
