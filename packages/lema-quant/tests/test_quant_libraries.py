@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,14 @@ def test_a_library_is_imported_inside_the_call_only() -> None:
                 [each.name for each in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
             )
             assert not {str(name).partition(".")[0] for name in names} & set(LIBRARIES), f"{module.__name__}: {names}"
+
+
+def test_asking_for_a_library_prints_nothing_of_its_own() -> None:
+    """bitsandbytes, on some CPUs, warns at import that a kernel of its own is missing."""
+    pytest.importorskip("bitsandbytes")
+    code = (
+        "import logging; logging.basicConfig(); from lema_quant.backends import bitsandbytes as backend; "
+        "assert backend.unavailable_here('cpu') is None"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert told.returncode == 0 and "bitsandbytes" not in told.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import ModuleType
 
 import torch
@@ -52,6 +53,13 @@ def unavailable_here(device_type: str) -> str | None:
 
 
 def _load() -> ModuleType:
-    import bitsandbytes.functional
-
+    # On CPUs with bf16 instructions it looks for a kernel of products as it is imported, and warns where there is none:
+    # nothing here multiplies with it.
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        import bitsandbytes.functional
+    finally:
+        logger.setLevel(before)
     return bitsandbytes.functional
