@@ -29,6 +29,8 @@ SECTOR_BYTES = 4096
 MAX_GRANULE_BYTES = 32_000_000
 #: where weights train: beside such a granule lie a gradient and two moments of its size
 MAX_TRAINED_GRANULE_BYTES = 8_000_000
+#: where weights are quantized: a layer has few bytes, and while it is computed with, parts of the next one should come
+MAX_QUANTIZED_GRANULE_BYTES = 8_000_000
 #: a tensor of a working file starts at a multiple of this
 _TENSOR_ALIGNMENT_BYTES = 64
 #: what handling one more granule costs, as bytes that could have been read meanwhile

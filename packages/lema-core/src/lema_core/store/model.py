@@ -18,6 +18,7 @@ from lema_core.errors import BudgetError, CheckpointError
 from lema_core.quantization.formats import WireFormat
 from lema_core.store.granules import (
     MAX_GRANULE_BYTES,
+    MAX_QUANTIZED_GRANULE_BYTES,
     MAX_TRAINED_GRANULE_BYTES,
     Granule,
     GranuleLayout,
@@ -294,6 +295,8 @@ def cut_model(
     wanted = {heads.get(name, name) for name in trained}
     if wanted:
         max_granule_bytes = min(max_granule_bytes, MAX_TRAINED_GRANULE_BYTES)
+    if any(tensors[spec.name].quantized is not None for spec in specs):
+        max_granule_bytes = min(max_granule_bytes, MAX_QUANTIZED_GRANULE_BYTES)
     streamed: list[StreamedTensor] = []
     experts: list[StreamedTensor] = []
     alone: list[StreamedTensor] = []
