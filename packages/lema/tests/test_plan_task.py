@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lema import LemaConfig, LemaModel, tasks
 from lema.cli import main
@@ -22,6 +23,7 @@ from lema.prediction import measured, predicted, tier_memory
 from lema_core.errors import ConfigError
 from lema_core.planning.hardware import named_hardware
 from lema_core.store.disk import DiskReader
+from lema_core.store.states import StateStream
 from lema_core.testing.simulated import SimulatedAccelerator
 
 
@@ -192,10 +194,18 @@ def test_what_was_measured_leaves_out_the_first_step_but_not_its_peak() -> None:
 
 
 def test_a_plan_of_weights_that_train_says_what_their_states_move(
-    config: Callable[..., LemaConfig], tmp_path: Path, make_rows: Any
+    config: Callable[..., LemaConfig], tmp_path: Path, make_rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes written and read as planned, but for what is still in a slot when it is wanted again: it is not read, nor
-    written in between where its turn had not come."""
+    """Bytes written as planned; reads, but for what is still in a slot when it is wanted again."""
+    take = StateStream.take
+
+    def take_from_a_fast_disk(stream: StateStream, *which: Any, **how: Any) -> Tensor:
+        """What is taken again before its turn to be written has come is not written in between."""
+        with stream._moved:
+            stream._wait(lambda: not stream._to_write)
+        return take(stream, *which, **how)
+
+    monkeypatch.setattr(StateStream, "take", take_from_a_fast_disk)
     rows = make_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7, 8, 9, 10]}] * 6)
     options = {
         "training_mode": "selective_full",
@@ -210,7 +220,7 @@ def test_a_plan_of_weights_that_train_says_what_their_states_move(
     assert "moments, gradients, new weights" in out.getvalue()
     summary = tasks.train(run)
     prediction, found = summary["prediction"], summary["measured"]
-    assert 0.9 * prediction["written_bytes"] <= found["written_bytes"] <= prediction["written_bytes"]
+    assert found["written_bytes"] == prediction["written_bytes"] > 0
     assert 0.6 * prediction["read_bytes"] <= found["read_bytes"] <= prediction["read_bytes"]
 
 

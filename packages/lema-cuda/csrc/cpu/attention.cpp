@@ -13,7 +13,7 @@ constexpr int64_t LINE_BYTES = 64;
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-const AttentionBodies &bodies() { return instructions() >= LEMA_AVX512 ? ATTENTION_AVX512 : ATTENTION_AVX2; }
+const AttentionBodies &chosen() { return instructions() >= LEMA_AVX512 ? ATTENTION_AVX512 : ATTENTION_AVX2; }
 
 struct Sizes {
   int64_t rows = 0, longest = 0;
@@ -59,6 +59,7 @@ char *aligned(void *scratch) {
 float *scratch_of(char *first, int64_t bytes, int slot) { return reinterpret_cast<float *>(first + bytes * slot); }
 
 void forward(const lema_attention &a) {
+  const AttentionBodies &bodies = chosen();
   char *const scratch = aligned(a.scratch);
   const int64_t bytes = bytes_of_thread(a);
   int64_t units = 0;
@@ -75,11 +76,12 @@ void forward(const lema_attention &a) {
     // the later a block, the more keys it sees: the long ones come first
     const int64_t row = unit / (a.heads * blocks), rest = unit % (a.heads * blocks);
     const HeadRow head_row{segment->start + row * segment->tokens, segment->tokens, rest % a.heads};
-    bodies().attend(a, head_row, blocks - 1 - rest / a.heads, scratch_of(scratch, bytes, slot));
+    bodies.attend(a, head_row, blocks - 1 - rest / a.heads, scratch_of(scratch, bytes, slot));
   });
 }
 
 void backward(const lema_attention &a) {
+  const AttentionBodies &bodies = chosen();
   char *const turns_at = aligned(a.scratch), *const scratch = turns_at + bytes_of_turns(a);
   const int64_t bytes = bytes_of_thread(a), rows = sizes_of(a).rows, per_group = a.heads / a.groups;
   auto *const turns = reinterpret_cast<std::atomic<int32_t> *>(turns_at);
@@ -92,7 +94,7 @@ void backward(const lema_attention &a) {
     int64_t row = all_row;
     for (; row >= segment->rows; ++segment) row -= segment->rows;
     const HeadRow head_row{segment->start + row * segment->tokens, segment->tokens, head};
-    bodies().attend_gradient(a, head_row, turns[all_row * a.groups + group], scratch_of(scratch, bytes, slot));
+    bodies.attend_gradient(a, head_row, turns[all_row * a.groups + group], scratch_of(scratch, bytes, slot));
   });
 }
 

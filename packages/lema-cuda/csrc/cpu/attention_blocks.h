@@ -237,18 +237,18 @@ void add_turned(const float *strips_of_keys, const float *turned, const Keys &ke
 // x [D, ...] (+)= factor * sums[tokens][D] transposed.
 void put_turned(const float *sums, int64_t d, int64_t tokens, float factor, bool add, float *x, int64_t stride) {
   __m256 column[8];
-  for (int64_t i = 0; i < d; i += EIGHT) {
+  for (int64_t i = 0; i < d; i += LANES) {
     int64_t t = 0;
-    for (; t + EIGHT <= tokens; t += EIGHT) {
+    for (; t + LANES <= tokens; t += LANES) {
       transpose(sums + t * d + i, d, column);
-      for (int j = 0; j < EIGHT; ++j) {
+      for (int j = 0; j < LANES; ++j) {
         float *const target = x + (i + j) * stride + t;
         const __m256 value = _mm256_mul_ps(column[j], _mm256_set1_ps(factor));
         _mm256_storeu_ps(target, add ? _mm256_add_ps(_mm256_loadu_ps(target), value) : value);
       }
     }
     for (; t < tokens; ++t)
-      for (int64_t j = i; j < i + EIGHT; ++j) {
+      for (int64_t j = i; j < i + LANES; ++j) {
         const float value = sums[t * d + j] * factor;
         x[j * stride + t] = add ? x[j * stride + t] + value : value;
       }

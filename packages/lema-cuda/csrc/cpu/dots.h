@@ -8,8 +8,8 @@
 #pragma once
 
 #include "few.h"
-#include "wide_formats.h"
 #include "linear.h"
+#include "wide_formats.h"
 
 namespace lema {
 namespace {
@@ -18,16 +18,15 @@ constexpr int64_t PIECE = 4096;
 constexpr int64_t BLOCK = 32;   // rows that a thread takes at once
 constexpr int64_t LINE_BYTES = 64;
 
-inline float sum_of_eight(__m256 v) {
+inline float sum_of_lanes(Wide wide) {
+  const __m256 v = folded(wide);
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-inline float sum_of_lanes(Wide v) { return sum_of_eight(folded(v)); }
-
-// b in the order in which words of eight four-bit codes come apart: of CODES columns first
-// those of each word's first code, divided by what the codes are multiplied by. Zeros beyond the last column.
+// b in the order in which words of eight four-bit codes come apart: of CODES columns first those of each word's first
+// code, divided by what the codes are multiplied by. Zeros beyond the last column.
 void order_codes(const Product &p, bool is_nf4, float *target) {
   const int64_t swap = is_nf4 ? 1 : 0;
   for (int64_t n = 0; n < p.n; ++n)

@@ -1,5 +1,5 @@
-// The arithmetic of int8.h. Who includes it defines add_products(sum, a, b): to each int32 the products of two pairs of
-// int16. Sums are exact, so no order shows.
+// The arithmetic of int8.h. Who includes it defines, before, add_products(sum, a, b): to each int32 the products of two
+// pairs of int16. Sums are exact, so no order shows.
 
 #pragma once
 
@@ -112,52 +112,16 @@ void pack_codes(const Product &p, int64_t row, int64_t rows, int64_t column, int
 // -------------------------------------------------------------------------------------------------------------- tiles
 
 template <int S>
-struct IntTile {  // of S slivers
-  WideInts sum[MR][S * PER_SLIVER];
-};
-
-inline WideInts pair_at(const int16_t *codes) {
-  int32_t pair;
-  memcpy(&pair, codes, sizeof pair);
-  return all(pair);
-}
-
-// Adds a[i * ROW8 + k] times slivers of codes, `apart` codes from each other.
-template <int S>
-inline __attribute__((always_inline)) void multiply_codes(const int16_t *a, const int16_t *b, int64_t apart,
-                                                          int64_t pairs, IntTile<S> &tile) {
-  constexpr int ACROSS = S * PER_SLIVER;
-  WideInts sum[MR][ACROSS];
-#pragma GCC unroll 12
-  for (int i = 0; i < MR; ++i)
-#pragma GCC unroll 2
-    for (int j = 0; j < ACROSS; ++j) sum[i][j] = tile.sum[i][j];
-#pragma GCC unroll 4
-  for (int64_t k = 0; k < pairs; ++k, a += 2, b += 2 * NR) {
-    WideInts row[ACROSS];
-#pragma GCC unroll 2
-    for (int j = 0; j < ACROSS; ++j) row[j] = load(b + j / PER_SLIVER * apart + j % PER_SLIVER * 2 * WIDE);
-#pragma GCC unroll 12
-    for (int i = 0; i < MR; ++i) {
-      const WideInts factor = pair_at(a + i * ROW8);
-#pragma GCC unroll 2
-      for (int j = 0; j < ACROSS; ++j) sum[i][j] = add_products(sum[i][j], factor, row[j]);
-    }
-  }
-#pragma GCC unroll 12
-  for (int i = 0; i < MR; ++i)
-#pragma GCC unroll 2
-    for (int j = 0; j < ACROSS; ++j) tile.sum[i][j] = sum[i][j];
-}
+using IntTile = Sums<int16_t, S>;
 
 // Sums that are not complete wait in c, as the bits of integers. `rows`, `columns`: what of a tile c has.
 template <int S>
 void load_sums(IntTile<S> &tile, const float *c, int64_t stride, int64_t rows, int64_t columns) {
   for (int64_t i = 0; i < rows; ++i, c += stride) {
     if (columns == S * NR) {
-      memcpy(&tile.sum[i], c, sizeof tile.sum[i]);
+      memcpy(&tile.of[i], c, sizeof tile.of[i]);
     } else {
-      memcpy(&tile.sum[i], c, columns * sizeof(int32_t));
+      memcpy(&tile.of[i], c, columns * sizeof(int32_t));
     }
   }
 }
@@ -166,9 +130,9 @@ template <int S>
 void store_sums(const IntTile<S> &tile, float *c, int64_t stride, int64_t rows, int64_t columns) {
   for (int64_t i = 0; i < rows; ++i, c += stride) {
     if (columns == S * NR) {
-      memcpy(c, &tile.sum[i], sizeof tile.sum[i]);
+      memcpy(c, &tile.of[i], sizeof tile.of[i]);
     } else {
-      memcpy(c, &tile.sum[i], columns * sizeof(int32_t));
+      memcpy(c, &tile.of[i], columns * sizeof(int32_t));
     }
   }
 }
@@ -180,7 +144,7 @@ inline Tile<S> scaled(const Product &p, const IntTile<S> &tile, int64_t row, int
   for (int64_t i = 0; i < MR; ++i) {
     const Wide scale = all(i < rows ? Format<LEMA_F32>::one(p.scales + (row + i) * sizeof(float)) : 0.0f);
     for (int j = 0; j < S * PER_SLIVER; ++j)
-      out.sum[i][j] = mul(mul(numbers(tile.sum[i][j]), scale), load(p.column_scales + column + j * WIDE));
+      out.of[i][j] = mul(mul(numbers(tile.of[i][j]), scale), load(p.column_scales + column + j * WIDE));
   }
   return out;
 }
@@ -194,7 +158,7 @@ void add_rest_of_low_rank(const Product &p, const Block &block, float *packed_u)
       const float *u = packed_u, *v = p.packed_v + column * p.rank + start * NR;
       for (int64_t row = block.from; row < block.to; row += MR, u += length * MR) {
         Tile<1> tile{};
-        multiply_tile<1, MR, 1>(u, v, 0, length, tile);
+        multiply_tile<1, MR>(u, v, 0, length, tile);
         put_part<1>(tile, p.c + row * p.c_stride + column, p.c_stride, true, at_most(MR, block.to - row),
                     at_most(NR, p.n - column));
       }
@@ -230,10 +194,10 @@ void multiply_slivers(const Product &p, const Block &block, const CodePiece &pie
     ask_for_tile<S>(c, p.c_stride);
     IntTile<S> sums{};
     if (!piece.first) load_sums<S>(sums, c, p.c_stride, rows, columns);
-    multiply_codes<S>(a, b, apart, piece.pairs, sums);
+    multiply_tile<ROW8, 2>(a, b, apart, piece.pairs, sums);
     if (piece.last) {
       Tile<S> tile = scaled<S>(p, sums, row, rows, column);
-      multiply_tile<1, MR, S>(u, v, p.rank * NR, u_length, tile);
+      multiply_tile<1, MR>(u, v, p.rank * NR, u_length, tile);
       put_part<S>(tile, c, p.c_stride, false, rows, columns);
     } else {
       store_sums<S>(sums, c, p.c_stride, rows, columns);

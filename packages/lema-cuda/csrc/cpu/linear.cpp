@@ -29,17 +29,26 @@ bool is_aligned(const float *packed) { return reinterpret_cast<uintptr_t>(packed
 
 bool is_four_bits(int dtype) { return dtype >= LEMA_INT4_32 && dtype <= LEMA_NF4; }
 
-const TileBodies &tile_bodies() { return instructions() >= LEMA_AVX512 ? TILES_AVX512 : TILES_AVX2; }
-const DotBodies &dot_bodies() { return instructions() >= LEMA_AVX512 ? DOTS_AVX512 : DOTS_AVX2; }
-const Int8Bodies &int8_bodies() { return instructions() >= LEMA_AVX512_VNNI ? INT8_VNNI : INT8_AVX2; }
+// What a call computes with, asked for once.
+struct Bodies {
+  explicit Bodies(lema_instructions newest)
+      : tiles(newest >= LEMA_AVX512 ? TILES_AVX512 : TILES_AVX2),
+        dots(newest >= LEMA_AVX512 ? DOTS_AVX512 : DOTS_AVX2),
+        int8(newest >= LEMA_AVX512_VNNI ? INT8_VNNI : INT8_AVX2) {}
+  const TileBodies &tiles;
+  const DotBodies &dots;
+  const Int8Bodies &int8;
+};
 
 // How a product is computed.
 struct Way {
   explicit Way(const lema_product &given)
-      : int8(given.compute == LEMA_COMPUTE_INT8),
+      : bodies(instructions()),
+        int8(given.compute == LEMA_COMPUTE_INT8),
         // the sums for few columns have the order of tiles, the dot products have not
         few(given.n <= FEW && (given.transposed ? given.rows : given.k) > 0 && (given.transposed || !given.apart)),
         codes(few && !given.transposed && is_four_bits(given.dtype)) {}
+  Bodies bodies;
   bool int8;   // b is rounded
   bool few;    // without tiles
   bool codes;  // dot products of four-bit codes
@@ -64,10 +73,9 @@ int64_t strip_columns(const Product &p) {
 // Floats of the parts of the scratch: packed_b, codes, column_scales, packed_v, and for all threads packed_a, packed_u.
 struct Parts {
   Parts(const Product &p, const Way &way) {
-    const int64_t codes_at_once = dot_bodies().codes;
     const int64_t columns = round_up(chunk_columns(p), NR);
     if (way.codes) {
-      b = p.n * round_up(p.inner, codes_at_once);
+      b = p.n * round_up(p.inner, way.bodies.dots.codes);
     } else if (!p.is_packed && (way.few || !way.int8)) {
       b = p.inner * columns;
     }
@@ -87,10 +95,13 @@ struct Parts {
   int64_t b = 0, codes = 0, column_scales = 0, v = 0, a = 0, u = 0;
 };
 
-Body body_of(int dtype, const Product &p, bool few) {
+// null for an unknown dtype.
+Body body_of(const lema_product &given, const Way &way) {
+  const int dtype = given.dtype;
   if (dtype < 0 || dtype >= N_DTYPES) return nullptr;
-  if (!few) return tile_bodies().tiles[dtype];
-  return p.transposed ? SUMS_OF[dtype] : dot_bodies().dots[dtype];
+  if (way.int8) return way.few ? way.bodies.int8.few : way.bodies.int8.tiles;
+  if (!way.few) return way.bodies.tiles.tiles[dtype];
+  return given.transposed ? SUMS_OF[dtype] : way.bodies.dots.dots[dtype];
 }
 
 // b [inner, n] -> target [n, inner]
@@ -140,7 +151,7 @@ int multiply(const lema_product &given) {
   Product whole = product_of(given);
   const Way way(given);
   if (whole.is_packed && way.few) return LEMA_BAD_ARGUMENT;
-  Body body = body_of(given.dtype, whole, way.few);
+  const Body body = body_of(given, way);
   if (body == nullptr || is_wrong(whole)) return LEMA_BAD_ARGUMENT;
   if (way.int8 ? cannot_be_int8(given) : given.compute != LEMA_COMPUTE_F32) return LEMA_BAD_ARGUMENT;
   const Parts parts(whole, way);
@@ -154,8 +165,6 @@ int multiply(const lema_product &given) {
   whole.packed_v = whole.column_scales + parts.column_scales;
   whole.packed_a = whole.packed_v + parts.v;
   whole.packed_u = whole.packed_a + parts.a;
-  const Int8Bodies &int8 = int8_bodies();
-  if (way.int8) body = way.few ? int8.few : int8.tiles;
   const int64_t step = chunk_columns(whole);
   for (int64_t column = 0; column < whole.n; column += step) {
     Job job{whole, 0};
@@ -166,11 +175,11 @@ int multiply(const lema_product &given) {
     p.c += column;
     job.strip = strip_columns(p);
     if (way.codes) {
-      dot_bodies().order_codes(p, given.dtype == LEMA_NF4, p.packed_b);
+      way.bodies.dots.order_codes(p, given.dtype == LEMA_NF4, p.packed_b);
     } else if (way.few && !p.transposed) {
       pack_few(p, p.packed_b);
     }
-    if (way.int8 && way.few) int8.round_few(p);
+    if (way.int8 && way.few) way.bodies.int8.round_few(p);
     run_in_pool(p.threads, body, &job);
   }
   return LEMA_OK;
@@ -182,7 +191,7 @@ int pack(Product p, bool apart) {
   if (p.inner == 0 || p.n == 0) return LEMA_OK;
   if (!is_shared_packed(p.n, apart)) return LEMA_BAD_ARGUMENT;
   Job job{p, 0};
-  run_in_pool(p.threads, tile_bodies().pack, &job);
+  run_in_pool(p.threads, Bodies(instructions()).tiles.pack, &job);
   return LEMA_OK;
 }
 

@@ -3,18 +3,14 @@
 #pragma once
 
 #include "attention.h"
+#include "formats.h"
 #include "wide.h"
-
-#include <string.h>
 
 namespace lema {
 namespace {  // each file's own
 
 constexpr int64_t PER_STRIP = STRIP / WIDE;  // registers of a row of it
-constexpr int64_t EIGHT = 8;                 // features, and tokens, that are turned at once
 constexpr float SMALLEST_POWER = -126.0f;
-
-inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // 2^x for x <= 0, to one unit in the last place; below 2^-126 it is 2^-126.
 inline Wide power_of_two(Wide x) {
@@ -134,11 +130,11 @@ inline void transpose(const float *x, int64_t x_row, __m256 (&column)[8]) {
 // strip[D][16] -> for each 16 features [64 tokens][16]; `turned` is where the strip's first token goes.
 void turn_strip(const float *strip, int64_t d, float *turned) {
   __m256 column[8];
-  for (int64_t i = 0; i < d; i += EIGHT)
-    for (int64_t t = 0; t < STRIP; t += EIGHT) {
+  for (int64_t i = 0; i < d; i += LANES)
+    for (int64_t t = 0; t < STRIP; t += LANES) {
       transpose(strip + i * STRIP + t, STRIP, column);
       float *target = turned + i / STRIP * BLOCK * STRIP + t * STRIP + i % STRIP;
-      for (int j = 0; j < EIGHT; ++j) _mm256_store_ps(target + j * STRIP, column[j]);
+      for (int j = 0; j < LANES; ++j) _mm256_store_ps(target + j * STRIP, column[j]);
     }
 }
 

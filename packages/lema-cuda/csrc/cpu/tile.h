@@ -53,37 +53,43 @@ void pack_u(const Product &p, int64_t row, int64_t rows, int64_t column, int64_t
 
 // -------------------------------------------------------------------------------------------------------------- tiles
 
-template <int S>
-struct Tile {  // of S slivers
-  Wide sum[MR][S * PER_SLIVER];
+template <class Number, int S>
+struct Sums {  // of S slivers
+  Register<Number> of[MR][S * PER_SLIVER];
 };
+template <int S>
+using Tile = Sums<float, S>;
 
-// Adds a[i * ROW + k * INNER] times slivers of b, `apart` floats from each other, over k in order.
-template <int ROW, int INNER, int S>
-inline __attribute__((always_inline)) void multiply_tile(const float *a, const float *b, int64_t apart, int64_t length,
-                                                         Tile<S> &tile) {
-  constexpr int ACROSS = S * PER_SLIVER;
-  Wide sum[MR][ACROSS];
+inline Wide add_products(Wide sum, Wide a, Wide b) { return multiply_add(a, b, sum); }
+
+// What a lane takes of `a` at once, a number or a pair of codes, and as much of a row of slivers, `apart` numbers from
+// each other: adds their products, over `length` of them in order. ROW and INNER: from a row of the tile, and from one
+// of them, to the next in `a`.
+template <int ROW, int INNER, class Number, int S>
+inline __attribute__((always_inline)) void multiply_tile(const Number *a, const Number *b, int64_t apart, int64_t length,
+                                                         Sums<Number, S> &tile) {
+  constexpr int ACROSS = S * PER_SLIVER, IN_LANE = sizeof(float) / sizeof(Number);
+  Register<Number> sum[MR][ACROSS];
 #pragma GCC unroll 12
   for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 2
-    for (int j = 0; j < ACROSS; ++j) sum[i][j] = tile.sum[i][j];
+    for (int j = 0; j < ACROSS; ++j) sum[i][j] = tile.of[i][j];
 #pragma GCC unroll 4
-  for (int64_t k = 0; k < length; ++k, a += INNER, b += NR) {
-    Wide row[ACROSS];
+  for (int64_t k = 0; k < length; ++k, a += INNER, b += IN_LANE * NR) {
+    Register<Number> row[ACROSS];
 #pragma GCC unroll 2
-    for (int j = 0; j < ACROSS; ++j) row[j] = load(b + j / PER_SLIVER * apart + j % PER_SLIVER * WIDE);
+    for (int j = 0; j < ACROSS; ++j) row[j] = load(b + j / PER_SLIVER * apart + j % PER_SLIVER * IN_LANE * WIDE);
 #pragma GCC unroll 12
     for (int i = 0; i < MR; ++i) {
-      const Wide factor = all(a[i * ROW]);
+      const Register<Number> factor = factor_at(a + i * ROW);
 #pragma GCC unroll 2
-      for (int j = 0; j < ACROSS; ++j) sum[i][j] = multiply_add(factor, row[j], sum[i][j]);
+      for (int j = 0; j < ACROSS; ++j) sum[i][j] = add_products(sum[i][j], factor, row[j]);
     }
   }
 #pragma GCC unroll 12
   for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 2
-    for (int j = 0; j < ACROSS; ++j) tile.sum[i][j] = sum[i][j];
+    for (int j = 0; j < ACROSS; ++j) tile.of[i][j] = sum[i][j];
 }
 
 // What c has of a tile: so many rows and columns.
@@ -93,12 +99,12 @@ inline void put_part(const Tile<S> &tile, float *c, int64_t stride, bool accumul
     for (int64_t i = 0; i < rows; ++i, c += stride)
       for (int j = 0; j < S * PER_SLIVER; ++j) {
         float *const target = c + j * WIDE;
-        store(target, accumulate ? add(load(target), tile.sum[i][j]) : tile.sum[i][j]);
+        store(target, accumulate ? add(load(target), tile.of[i][j]) : tile.of[i][j]);
       }
   } else {
     for (int64_t i = 0; i < rows; ++i, c += stride) {
       float row[S * NR];
-      memcpy(row, tile.sum[i], sizeof row);
+      memcpy(row, tile.of[i], sizeof row);
       for (int64_t j = 0; j < columns; ++j) c[j] = accumulate ? c[j] + row[j] : row[j];
     }
   }

@@ -92,8 +92,8 @@ void multiply_slivers(const Product &p, const Block &block, const Piece &piece, 
     ahead.step();
     for (Ahead &of_sliver : of_b) of_sliver.step();
     ask_for_tile<S>(c, p.c_stride);
-    multiply_tile<ROW, INNER, S>(a, b, apart, piece.length, tile);
-    if (piece.u_length > 0) multiply_tile<1, MR, S>(u, v, u_apart, piece.u_length, tile);
+    multiply_tile<ROW, INNER>(a, b, apart, piece.length, tile);
+    if (piece.u_length > 0) multiply_tile<1, MR>(u, v, u_apart, piece.u_length, tile);
     put_part<S>(tile, c, p.c_stride, piece.add, at_most(MR, block.to - row), at_most(S * NR, p.n - column));
   }
 }

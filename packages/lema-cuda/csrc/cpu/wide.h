@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 #include <stdint.h>
+#include <string.h>
 
 namespace lema {
 namespace {  // each file's own: what is compiled for other instructions must not be shared
@@ -95,6 +96,28 @@ inline __m256 folded(Wide v) { return v; }
 inline __m256i folded(WideInts v) { return v; }
 
 #endif
+
+// What numbers are multiplied and summed in: codes of 16 bits two in a lane.
+template <class Number>
+struct RegisterOf;
+template <>
+struct RegisterOf<float> {
+  using Type = Wide;
+};
+template <>
+struct RegisterOf<int16_t> {
+  using Type = WideInts;
+};
+template <class Number>
+using Register = typename RegisterOf<Number>::Type;
+
+// A number, or two codes that lie together, in every lane.
+inline Wide factor_at(const float *number) { return all(*number); }
+inline WideInts factor_at(const int16_t *codes) {
+  int32_t pair;
+  memcpy(&pair, codes, sizeof pair);
+  return all(pair);
+}
 
 }  // namespace
 }  // namespace lema
