@@ -42,7 +42,8 @@ AVX2 = ("-mavx2", "-mfma", "-mf16c")
 UNWARNED = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", *UNWARNED)
 VNNI = (*AVX512, "-mavx512vnni")
-BY_ENDING = {"_avx2": AVX2, "_avx512": AVX512, "_vnni": VNNI}
+AMX = (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+BY_ENDING = {"_avx2": AVX2, "_avx512": AVX512, "_vnni": VNNI, "_amx": AMX}
 X86_64 = ("x86_64", "amd64")
 NVCC_HOST = (
     "-std=c++17",
@@ -98,7 +99,7 @@ def build_cpu(objects: Path, library: Path) -> str:
         raise NotBuilt(f"there are kernels for x86-64 only, this machine is {platform.machine() or 'unknown'}")
     cxx = compiler()
 
-    by_ending = BY_ENDING if knows(cxx, VNNI) else {"_avx2": AVX2}
+    by_ending = {ending: flags for ending, flags in BY_ENDING.items() if knows(cxx, flags)}
 
     def compile_one(source: Path) -> str:
         flags = next((flags for ending, flags in by_ending.items() if source.stem.endswith(ending)), ())

@@ -1,4 +1,5 @@
-"""Native kernels for the tests, with the oldest instructions that they are made for and with the newest that are here.
+"""Native kernels for the tests, with the oldest instructions that they are made for and with the newest that are here,
+those of AMX apart.
 Where there is none, the tests that compute with it say why they are left out."""
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import torch
 
 from lema_cuda.library import INSTRUCTIONS, instructions, open_library, refusals
 
-OLDEST = INSTRUCTIONS[0]
-LEVELS = (OLDEST,) if refusals() or instructions() == OLDEST else (OLDEST, instructions())
+OLDEST, AMX = INSTRUCTIONS[0], INSTRUCTIONS[-1]
+HERE = (OLDEST,) if refusals() else INSTRUCTIONS[: INSTRUCTIONS.index(instructions()) + 1]
+#: the oldest and the newest that compute in vector registers
+IN_REGISTERS = tuple(dict.fromkeys((OLDEST, [level for level in HERE if level != AMX][-1])))
+LEVELS = (*IN_REGISTERS, AMX) if AMX in HERE else IN_REGISTERS
 
 
 def hold_to(level: str) -> None:
@@ -29,21 +33,34 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     hold_to(LEVELS[-1])
 
 
-@pytest.fixture
-def old_and_new() -> Iterator[Callable[..., list[Any]]]:
-    """Calls a function with the oldest instructions, then with the newest: what it returned both times."""
-    if LEVELS == (OLDEST,):
-        pytest.skip(f"no newer instructions than {OLDEST} are here")
+def called_at(levels: tuple[str, ...]) -> Iterator[Callable[..., list[Any]]]:
+    """Calls a function at these levels, one after another: what it returned each time."""
 
     def called(function: Callable[..., Any], *given: Any) -> list[Any]:
         found = []
-        for level in LEVELS:
+        for level in levels:
             hold_to(level)
             found.append(function(*given))
         return found
 
     yield called
     hold_to(LEVELS[-1])
+
+
+@pytest.fixture
+def old_and_new() -> Iterator[Callable[..., list[Any]]]:
+    """Calls a function with the oldest instructions, then with the newest in vector registers."""
+    if IN_REGISTERS == (OLDEST,):
+        pytest.skip(f"no newer instructions than {OLDEST} are here")
+    yield from called_at(IN_REGISTERS)
+
+
+@pytest.fixture
+def old_and_amx() -> Iterator[Callable[..., list[Any]]]:
+    """Calls a function with the oldest instructions, then with AMX."""
+    if AMX not in LEVELS:
+        pytest.skip("no AMX is here")
+    yield from called_at((OLDEST, AMX))
 
 
 @pytest.fixture

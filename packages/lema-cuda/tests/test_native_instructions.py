@@ -61,6 +61,53 @@ def test_tiles_sum_in_the_same_order(old_and_new: Called, name: str, shape: tupl
     assert all(map(torch.equal, old, new))
 
 
+def exact(name: str, rows: int, k: int, n: int) -> list[Tensor]:
+    """Of :func:`products` the numbers in fp64, then the sums of the magnitudes that they are made of."""
+    weight, of = weight_of(name, rows, k), inputs_for(rows, k, n, r=20)
+    if isinstance(weight, QuantizedBlock):
+        weight.decode(wide := torch.empty(rows, k), 0)
+    else:
+        wide = weight.float()
+    W, x, dy, B, inner, A, d_inner = (
+        each.double() for each in (wide, of.x, of.dy, of.lora_B, of.inner, of.lora_A, of.d_inner)
+    )
+    numbers = [W @ x + 0.5 * B @ inner, W.T @ dy + A.T @ d_inner, x + W.T @ dy]
+    W, x, dy, B, inner, A, d_inner = (each.abs() for each in (W, x, dy, B, inner, A, d_inner))
+    return [*numbers, W @ x + 0.5 * B @ inner, W.T @ dy + A.T @ d_inner, x + W.T @ dy]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [*SHAPES, (70, 640, 3), (640, 1100, 64)])
+def test_sums_of_terms_are_as_exact_as_those_of_numbers(
+    old_and_amx: Called, name: str, shape: tuple[int, int, int]
+) -> None:
+    rows, k, n = shape
+    k = 64 * -(-k // 64) if name == "nf4" else k
+    expected = exact(name, rows, k, n)
+    old, new = (
+        [(a - b).abs() / m for a, b, m in zip(found, expected, expected[3:], strict=False)]
+        for found in old_and_amx(products, name, rows, k, n)
+    )
+    for of_numbers, of_terms in zip(old, new, strict=True):
+        assert of_terms.max() <= 2.0**-22
+        if of_terms.numel() > 1000:  # enough to compare
+            assert of_terms.mean() <= 1.1 * of_numbers.mean()
+
+
+def test_what_amx_loses_is_less_than_any_normal_number(old_and_amx: Called) -> None:
+    """Numbers from 2^-126 on come through whole, what terms of them are below is lost."""
+
+    def multiplied(x: Tensor) -> Tensor:
+        from lema_cuda.linear import NativeLinear
+
+        NativeLinear().forward(torch.ones(1, 1), x, out := torch.empty_like(x))
+        return out
+
+    tiny = torch.randn(1, 64, generator=torch.Generator().manual_seed(2)) * 2.0 ** torch.arange(-149, -85, 1.0)
+    old, new = old_and_amx(multiplied, tiny)
+    assert torch.equal(old, tiny) and (new - tiny).abs().max() < 2.0**-126
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_dot_products_agree_to_rounding_and_input_gradients_to_the_bit(old_and_new: Called, name: str, n: int) -> None:
@@ -74,6 +121,21 @@ def test_dot_products_agree_to_rounding_and_input_gradients_to_the_bit(old_and_n
 def test_products_of_codes_are_exact(old_and_new: Called, rows: int, k: int, n: int) -> None:
     old, new = old_and_new(products, "int8", rows, k, n, "w8a8")
     assert torch.equal(new[0], old[0])
+
+
+@pytest.mark.parametrize("n", [5, 33, 64])
+def test_inputs_that_are_packed_in_terms_round_to_the_same_codes(old_and_amx: Called, n: int) -> None:
+    def product(rows: int, k: int) -> Tensor:
+        from lema_cuda.linear import NativeLinear
+
+        kernel, of = NativeLinear("w8a8"), inputs_for(rows, k, n, r=20)
+        out = torch.empty_like(of.dy)
+        kernel.forward(block_of("int8", rows, k), kernel.packed(of.x), out, (of.lora_B, of.inner, 0.5))
+        return out
+
+    for rows, k in ((13, 70), (230, 1100), (5, 31)):
+        old, new = old_and_amx(product, rows, k)
+        assert torch.equal(new, old)
 
 
 @pytest.mark.parametrize(("rows", "tokens", "d"), [(1, 1, 16), (2, 65, 64), (1, 200, 48), (3, 17, 128)])
@@ -107,4 +169,4 @@ def told_with(asked: str) -> str:
 
 def test_a_variable_holds_a_process_back(native: object) -> None:
     assert told_with("avx2") == "avx2" and told_with("") in INSTRUCTIONS
-    assert told_with("sse9").endswith("LEMA_INSTRUCTIONS=sse9 is unknown; there are avx2, avx512, avx512_vnni")
+    assert told_with("sse9").endswith("LEMA_INSTRUCTIONS=sse9 is unknown; there are avx2, avx512, avx512_vnni, amx")

@@ -65,7 +65,11 @@ def test_a_run_trains_reports_and_saves(
 ) -> None:
     if preset not in group_choices()["model"]:
         pytest.skip(f"{preset}: its plugin is not installed")
-    records = {each.name: each for each in get_plugin_manager().quant_backends() if each.bits == bits}
+    everything = get_plugin_manager().quant_backends()
+    reasons = [each.unavailable("cpu") for each in everything if each.name == backend]
+    if None not in reasons:
+        pytest.skip(f"{backend} is not here: {reasons}")
+    records = {each.name: each for each in everything if each.bits == bits}
     serves = backend in records and records[backend].unavailable("cpu") is None
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320, **PRESETS[preset]}
     rows = make_rows(tmp_path / "rows.jsonl", chats(1))

@@ -6,6 +6,8 @@
 
 #include <cpuid.h>
 #include <stdint.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 
@@ -29,6 +31,20 @@ unsigned missing_bits() {
   return (avx2 ? 0 : 1) | (fma ? 0 : 2) | (f16c ? 0 : 4);
 }
 
+// Whether the system gives this process the registers of AMX (XCR0 bits 17 and 18), which it wants to be asked for:
+// "Using XSTATE features in user space applications" of the Linux kernel's documentation.
+bool is_given_tiles() {
+  constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return (saved_registers() & 0x60000) == 0x60000 && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+
+// AMX with products of bf16, and rounding to it.
+bool has_amx() {
+  unsigned a, b, c, d;
+  if (lema::TILES_AMX.pack == nullptr || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !bit(d, 22) || !bit(d, 24)) return false;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && bit(a, 5) && is_given_tiles();
+}
+
 lema_instructions find_newest() {
   unsigned a, b, c, d;
   const bool is_compiled = lema::TILES_AVX512.pack != nullptr;
@@ -36,10 +52,11 @@ lema_instructions find_newest() {
   // F, DQ, BW and VL
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !bit(b, 16) || !bit(b, 17) || !bit(b, 30) || !bit(b, 31))
     return LEMA_AVX2;
-  return bit(c, 11) ? LEMA_AVX512_VNNI : LEMA_AVX512;
+  if (!bit(c, 11)) return LEMA_AVX512;
+  return has_amx() ? LEMA_AMX : LEMA_AVX512_VNNI;
 }
 
-std::atomic<int32_t> limit{LEMA_AVX512_VNNI};
+std::atomic<int32_t> limit{LEMA_AMX};
 
 const char *const MISSING[8] = {"",     "AVX2",       "FMA",       "AVX2, FMA",
                                 "F16C", "AVX2, F16C", "FMA, F16C", "AVX2, FMA, F16C"};
@@ -62,7 +79,7 @@ extern "C" const char *lema_cpu_missing(void) {
 extern "C" int32_t lema_cpu_instructions(void) { return lema::instructions(); }
 
 extern "C" int32_t lema_cpu_limit(int32_t most) {
-  if (most < LEMA_AVX2 || most > LEMA_AVX512_VNNI) return LEMA_BAD_ARGUMENT;
+  if (most < LEMA_AVX2 || most > LEMA_AMX) return LEMA_BAD_ARGUMENT;
   limit.store(most, std::memory_order_relaxed);
   return LEMA_OK;
 }

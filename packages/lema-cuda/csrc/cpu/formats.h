@@ -242,5 +242,15 @@ class Row<LEMA_NF4> : public FourBitRow<LEMA_NF4> {
   using FourBitRow::FourBitRow;
 };
 
+// Columns [column, column + length) of a row -> target. Column: a multiple of 32.
+template <int DTYPE>
+inline void decode(const Row<DTYPE> &row, int64_t column, int64_t length, float *target) {
+  int64_t i = 0;
+  if constexpr (Row<DTYPE>::ALIGNED > 1)
+    for (; i + Row<DTYPE>::MANY <= length; i += Row<DTYPE>::MANY) row.many(column + i, target + i);
+  for (; i + LANES <= length; i += LANES) _mm256_store_ps(target + i, row.eight(column + i));
+  for (; i < length; ++i) target[i] = row.one(column + i);
+}
+
 }  // namespace
 }  // namespace lema

@@ -5,6 +5,7 @@
 
 #include "few.h"
 #include "int8.h"
+#include "terms.h"
 #include "tile.h"
 #include "wide.h"
 
@@ -38,19 +39,18 @@ inline __m256i codes_of(__m256 x, __m256 divisor) {
   return _mm256_max_epi32(_mm256_min_epi32(code, _mm256_set1_epi32(127)), _mm256_set1_epi32(-127));
 }
 
-struct Sixteen {
-  __m256 low, high;
-};
-
-// NR columns of b from one on: as they lie, zeros beyond the last one, or a sliver.
+// NR columns of b from one on: as they lie, zeros beyond the last one, or packed.
 class Columns {
  public:
   Columns(const Product &p, int64_t column)
-      : first_(p.is_packed ? p.b + column * p.inner : p.b + column),
+      : p_(p),
+        column_(column),
+        first_(p.is_packed ? p.b + column * p.inner : p.b + column),
         stride_(p.is_packed ? NR : p.b_stride),
         here_(p.is_packed ? NR : at_most(NR, p.n - column)) {}
 
   Sixteen row(int64_t k) const {
+    if (p_.in_terms) return sum_of_terms(p_.b, p_.inner, k, column_);
     const float *source = first_ + k * stride_;
     if (here_ == NR) return {_mm256_loadu_ps(source), _mm256_loadu_ps(source + LANES)};
     float some[NR] = {};
@@ -59,6 +59,8 @@ class Columns {
   }
 
  private:
+  const Product &p_;
+  int64_t column_;
   const float *first_;
   int64_t stride_, here_;
 };
@@ -240,7 +242,7 @@ void run_int8_tiles(void *context, int slot) {
   float *const packed = p.packed_a + static_cast<int64_t>(slot) * A_FLOATS;
   float *const packed_u = p.packed_u + static_cast<int64_t>(slot) * U_FLOATS;
   round_all(job);
-  for (Block block; take(job, block);) multiply_block(job, block, reinterpret_cast<int16_t *>(packed), packed_u);
+  for (Block block; take(job, block, MR);) multiply_block(job, block, reinterpret_cast<int16_t *>(packed), packed_u);
 }
 
 // -------------------------------------------------------------------------------------------------------- few columns

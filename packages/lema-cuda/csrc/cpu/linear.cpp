@@ -1,4 +1,5 @@
-// Arguments, scratch and column chunks of products with a weight; the arithmetic is in tiles.h, dots.h, sums_avx2.cpp.
+// Arguments, scratch and column chunks of products with a weight; the arithmetic is in tiles.h, tiles_amx.cpp,
+// dots.h and sums_avx2.cpp.
 
 #include "linear.h"
 
@@ -32,10 +33,12 @@ bool is_four_bits(int dtype) { return dtype >= LEMA_INT4_32 && dtype <= LEMA_NF4
 // What a call computes with, asked for once.
 struct Bodies {
   explicit Bodies(lema_instructions newest)
-      : tiles(newest >= LEMA_AVX512 ? TILES_AVX512 : TILES_AVX2),
+      : tiles(newest >= LEMA_AMX ? TILES_AMX : newest >= LEMA_AVX512 ? TILES_AVX512 : TILES_AVX2),
+        is_in_terms(newest >= LEMA_AMX),
         dots(newest >= LEMA_AVX512 ? DOTS_AVX512 : DOTS_AVX2),
         int8(newest >= LEMA_AVX512_VNNI ? INT8_VNNI : INT8_AVX2) {}
   const TileBodies &tiles;
+  bool is_in_terms;  // what they pack
   const DotBodies &dots;
   const Int8Bodies &int8;
 };
@@ -45,8 +48,9 @@ struct Way {
   explicit Way(const lema_product &given)
       : bodies(instructions()),
         int8(given.compute == LEMA_COMPUTE_INT8),
-        // the sums for few columns have the order of tiles, the dot products have not
-        few(given.n <= FEW && (given.transposed ? given.rows : given.k) > 0 && (given.transposed || !given.apart)),
+        // the sums for few columns have the order of tiles in registers, the dot products have not
+        few(given.n <= FEW && (given.transposed ? given.rows : given.k) > 0 &&
+            (!given.apart || (given.transposed && !bodies.is_in_terms))),
         codes(few && !given.transposed && is_four_bits(given.dtype)) {}
   Bodies bodies;
   bool int8;   // b is rounded
@@ -74,18 +78,20 @@ int64_t strip_columns(const Product &p) {
 struct Parts {
   Parts(const Product &p, const Way &way) {
     const int64_t columns = round_up(chunk_columns(p), NR);
+    const TileBodies &tiles = way.bodies.tiles;
+    const bool in_registers = way.int8 || way.few;
     if (way.codes) {
       b = p.n * round_up(p.inner, way.bodies.dots.codes);
     } else if (!p.is_packed && (way.few || !way.int8)) {
-      b = p.inner * columns;
+      b = in_registers ? p.inner * columns : tiles.packed_floats(p.inner, columns);
     }
     if (way.int8) {
       codes = (way.few ? p.n * round_up(p.inner, FEW_STEP) : columns * round_up(p.inner, 2)) / 2;
       column_scales = columns;
     }
-    v = p.rank * columns;
-    a = round_up(A_FLOATS, LINE_FLOATS) * p.threads;
-    u = p.rank > 0 ? static_cast<int64_t>(U_FLOATS) * p.threads : 0;
+    v = in_registers ? p.rank * columns : tiles.packed_floats(p.rank, columns);
+    a = round_up(in_registers ? A_FLOATS : tiles.a_floats, LINE_FLOATS) * p.threads;
+    u = p.rank > 0 ? (in_registers ? U_FLOATS : tiles.u_floats) * p.threads : 0;
     b = round_up(b, LINE_FLOATS);
     codes = round_up(codes, LINE_FLOATS);
   }
@@ -133,6 +139,7 @@ Product product_of(const lema_product &given) {
   p.scale = given.scale;
   p.threads = given.threads;
   p.is_packed = given.right_stride == 0 && p.n > 0;
+  p.in_terms = p.is_packed && Bodies(instructions()).is_in_terms;
   return p;
 }
 
@@ -206,7 +213,7 @@ extern "C" int32_t lema_linear(const lema_product *product) { return lema::multi
 
 extern "C" int64_t lema_linear_packed_bytes(int64_t k, int64_t n, int32_t apart) {
   if (!lema::is_shared_packed(n, apart != 0)) return 0;
-  return static_cast<int64_t>(sizeof(float)) * k * lema::round_up(n, lema::NR);
+  return static_cast<int64_t>(sizeof(float)) * lema::Bodies(lema::instructions()).tiles.packed_floats(k, n);
 }
 
 extern "C" int32_t lema_linear_pack(const float *x, int64_t x_stride, int64_t k, int64_t n, float *packed,

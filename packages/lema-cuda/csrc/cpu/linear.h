@@ -1,5 +1,5 @@
 // One product c (+)= a b + u v whose `a` is a weight in its storage format, as linear.cpp prepares it for
-// tiles.h and dots.h.
+// tiles.h, tiles_amx.cpp and dots.h.
 
 #pragma once
 
@@ -18,7 +18,7 @@ constexpr int SMALLEST_BLOCK = 48;      // rows that are dealt to a thread, unle
 constexpr int FEW = 4;                  // up to so many columns are computed without tiles
 constexpr int A_ROW = KC + 8;           // a row of packed `a`: rows that a tile reads side by side start in other banks
 constexpr int A_FLOATS = MC * A_ROW;    // what one thread packs `a` into
-constexpr int U_FLOATS = MC * KC;             // what one thread packs `u` into
+constexpr int U_FLOATS = MC * KC;       // what one thread packs `u` into
 
 // c_MN (+)= a_MI b_IN + u_Mr v_rN. `a` is the weight [R, K] (M = R, I = K) or its transpose (M = K, I = R). m and n
 // are > 0.
@@ -44,12 +44,13 @@ struct Product {
   int threads;
   float *packed_b;  // slivers [n / NR][inner][NR], zeros beyond n; for dot products [n][inner], of four-bit codes as
                     // DotBodies has it
-  bool is_packed;   // packed_b is filled already
+  bool is_packed;   // packed_b is filled already ...
+  bool in_terms;    // ... with terms of bf16, as by tiles_amx.cpp
   int16_t *codes;        // of b, where it is rounded to int8, see int8.h
   float *column_scales;  // [n rounded up to NR]
   float *packed_v;  // slivers [n / NR][rank][NR]
   float *packed_a;  // A_FLOATS for each thread ...
-  float *packed_u;  // ... and U_FLOATS where the rank is not 0
+  float *packed_u;  // ... and U_FLOATS where the rank is not 0; other tiles pack all four as TileBodies has it
 };
 
 // A product that threads are working on: each takes what is next, so nobody waits for a thread that was held up.
@@ -75,6 +76,8 @@ constexpr int N_DTYPES = 8;
 struct TileBodies {
   Body pack;  // what the tiles of all dtypes share
   Body tiles[N_DTYPES];
+  int64_t (*packed_floats)(int64_t inner, int64_t columns);  // of b, and of v
+  int64_t a_floats, u_floats;                                // of one thread
 };
 
 struct DotBodies {
@@ -83,7 +86,7 @@ struct DotBodies {
   void (*order_codes)(const Product &p, bool is_nf4, float *target);  // [n][inner rounded up to `codes`]
 };
 
-extern const TileBodies TILES_AVX2, TILES_AVX512;
+extern const TileBodies TILES_AVX2, TILES_AVX512, TILES_AMX;  // of null pointers where it could not be compiled
 extern const DotBodies DOTS_AVX2, DOTS_AVX512;
 extern const Body SUMS_OF[N_DTYPES];
 

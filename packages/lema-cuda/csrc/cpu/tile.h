@@ -1,12 +1,9 @@
-// What products with tiles are made of: packing of b and u, the tile, what is read ahead, and how rows are dealt out.
+// What products with tiles in registers are made of: packing of b, u and v, and the tile.
 
 #pragma once
 
-#include "formats.h"
-#include "linear.h"
+#include "blocks.h"
 #include "wide.h"
-
-#include <sched.h>
 
 namespace lema {
 namespace {  // each file's own: what is compiled for other instructions must not be shared
@@ -110,25 +107,6 @@ inline void put_part(const Tile<S> &tile, float *c, int64_t stride, bool accumul
   }
 }
 
-// Memory that is read next, a rectangle of the weight or a sliver of b. Asked for a little at a time while tiles are
-// computed: its pieces lie far apart, which the processor does not foresee.
-class Ahead {
- public:
-  Ahead(const char *first, int64_t row_bytes, int64_t rows, int64_t bytes, int64_t steps)
-      : next_(first), row_bytes_(row_bytes), rows_(rows), bytes_(bytes), steps_(steps) {}
-
-  Ahead() : Ahead(nullptr, 0, 0, 0, 1) {}
-
-  void step() {
-    for (due_ += rows_; due_ >= steps_; due_ -= steps_, next_ += row_bytes_)
-      for (int64_t i = 0; i < bytes_; i += 64) _mm_prefetch(next_ + i, _MM_HINT_T1);
-  }
-
- private:
-  const char *next_;
-  int64_t row_bytes_, rows_, bytes_, steps_, due_ = 0;
-};
-
 // Asked for before a tile is multiplied, a tile of c is there when the sums are added to it.
 template <int S>
 inline void ask_for_tile(const float *c, int64_t stride) {
@@ -136,57 +114,13 @@ inline void ask_for_tile(const float *c, int64_t stride) {
     for (int j = 0; j < S; ++j) _mm_prefetch(reinterpret_cast<const char *>(c + j * NR), _MM_HINT_T0);
 }
 
-// A rectangle of c.
-struct Block {
-  int64_t from, to;     // rows, at most MC
-  int64_t left, right;  // columns
-};
-
-// ------------------------------------------------------------------------------------------------------- dealing out
-
-// The next block for a thread: at most MC rows, fewer towards the end, so that all threads end together.
-bool take(Job &job, Block &block) {
-  const Product &p = job.product;
-  const int64_t all = (p.n + job.strip - 1) / job.strip * p.m;
-  int64_t first = job.next_row.load(std::memory_order_relaxed), rows;
-  do {
-    if (first >= all) return false;
-    rows = ((all - first) / (2 * p.threads) + MR - 1) / MR * MR;
-    if (rows < SMALLEST_BLOCK) rows = SMALLEST_BLOCK;
-    if (rows > MC) rows = MC;
-    rows = at_most(rows, p.m - first % p.m);
-  } while (!job.next_row.compare_exchange_weak(first, first + rows, std::memory_order_relaxed));
-  const int64_t left = first / p.m * job.strip;
-  block = {first % p.m, first % p.m + rows, left, at_most(p.n, left + job.strip)};
-  return true;
-}
-
-// Until as many of the pieces that threads pack are packed.
-inline void wait_for(const std::atomic<int64_t> &packed, int64_t all) {
-  for (int spins = 0; packed.load(std::memory_order_acquire) < all; ++spins) {
-    if (spins < 1000) {
-      _mm_pause();
-    } else {
-      sched_yield();
-    }
-  }
-}
-
 // Packs what is left of b, in `of_b` pieces, and of v, and waits for what other threads are packing.
 template <typename PackOfB>
 inline void pack_pieces(Job &job, int64_t of_b, PackOfB pack_of_b) {
   const Product &p = job.product;
-  const int64_t all = of_b + pieces(p.rank);
-  for (int64_t piece; (piece = job.next_piece.fetch_add(1, std::memory_order_relaxed)) < all;) {
-    if (piece < of_b) {
-      pack_of_b(piece);
-    } else {
-      const int64_t start = (piece - of_b) * KC;
-      pack_slivers(p.v, p.v_stride, p.rank, p.n, start, at_most(p.rank, start + KC), p.packed_v);
-    }
-    job.packed_pieces.fetch_add(1, std::memory_order_release);
-  }
-  wait_for(job.packed_pieces, all);
+  pack_pieces(job, of_b, pack_of_b, [&](int64_t from, int64_t to) {
+    pack_slivers(p.v, p.v_stride, p.rank, p.n, from, to, p.packed_v);
+  });
 }
 
 }  // namespace

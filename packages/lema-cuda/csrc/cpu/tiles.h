@@ -13,16 +13,6 @@
 namespace lema {
 namespace {
 
-// Columns [column, column + length) of a row -> target. Column: a multiple of 32.
-template <int DTYPE>
-inline void decode(const Row<DTYPE> &row, int64_t column, int64_t length, float *target) {
-  int64_t i = 0;
-  if constexpr (Row<DTYPE>::ALIGNED > 1)
-    for (; i + Row<DTYPE>::MANY <= length; i += Row<DTYPE>::MANY) row.many(column + i, target + i);
-  for (; i + LANES <= length; i += LANES) _mm256_store_ps(target + i, row.eight(column + i));
-  for (; i < length; ++i) target[i] = row.one(column + i);
-}
-
 // Weight rows [row, row + rows), columns [column, column + length) -> target[rows][A_ROW]. A tile reads MR rows of it.
 template <int DTYPE>
 void pack_rows(const Product &p, int64_t row, int64_t rows, int64_t column, int64_t length, float *target) {
@@ -55,14 +45,6 @@ void pack_columns(const Product &p, int64_t column, int64_t columns, int64_t row
       for (int64_t i = 0; i < here; ++i)
         for (int64_t m = 0; m < MR; ++m) sliver[i * MR + m] = j + m < columns ? numbers[i * (MC + 2 * 32) + m] : 0.0f;
   }
-}
-
-template <int DTYPE, bool TRANSPOSED>
-Ahead ahead_of(const Product &p, int64_t from, int64_t to, int64_t start, int64_t steps) {
-  using R = Row<DTYPE>;
-  const int64_t length = at_most(KC, p.inner - start), row_bytes = R::bytes(p.k);
-  if (TRANSPOSED) return Ahead(p.weight + start * row_bytes + R::bytes(from), row_bytes, length, R::bytes(to - from), steps);
-  return Ahead(p.weight + from * row_bytes + R::bytes(start), row_bytes, to - from, R::bytes(length), steps);
 }
 
 // One piece of a block: what is packed of the weight and of u, this thread's.
@@ -117,11 +99,7 @@ void multiply_block(const Job &job, const Block &block, float *packed, float *pa
       pack_rows<DTYPE>(p, from, to - from, start, length, packed);
     }
     pack_u(p, from, to - from, start, u_length, packed_u);
-    // after the last piece likely the first one of the rows that are dealt out next
-    const int64_t likely = job.next_row.load(std::memory_order_relaxed) % p.m;
-    Ahead ahead = start + KC < p.inner
-                      ? ahead_of<DTYPE, TRANSPOSED>(p, from, to, start + KC, tiles)
-                      : ahead_of<DTYPE, TRANSPOSED>(p, likely, at_most(p.m, likely + to - from), 0, tiles);
+    Ahead ahead = after_piece<DTYPE, TRANSPOSED>(job, block, start, tiles);
     int64_t column = block.left;
     if constexpr (SLIVERS == 2)
       for (; column + NR < block.right; column += 2 * NR)
@@ -147,7 +125,7 @@ void run_tiles(void *context, int slot) {
   float *const packed = p.packed_a + static_cast<int64_t>(slot) * A_FLOATS;
   float *const packed_u = p.packed_u + static_cast<int64_t>(slot) * U_FLOATS;
   pack_all(job);
-  for (Block block; take(job, block);) {
+  for (Block block; take(job, block, MR);) {
     if (p.transposed) {
       multiply_block<DTYPE, true>(job, block, packed, packed_u);
     } else {
@@ -156,7 +134,9 @@ void run_tiles(void *context, int slot) {
   }
 }
 
-constexpr TileBodies TILES = {run_pack, LEMA_FOR_EACH_DTYPE(run_tiles)};
+int64_t packed_floats(int64_t inner, int64_t columns) { return inner * ((columns + NR - 1) / NR * NR); }
+
+constexpr TileBodies TILES = {run_pack, LEMA_FOR_EACH_DTYPE(run_tiles), packed_floats, A_FLOATS, U_FLOATS};
 
 }  // namespace
 }  // namespace lema

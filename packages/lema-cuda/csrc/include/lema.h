@@ -64,7 +64,8 @@ LEMA_API const char *lema_cpu_missing(void);
 enum lema_instructions {
   LEMA_AVX2 = 0,       /* AVX2, FMA and F16C */
   LEMA_AVX512 = 1,     /* AVX-512 F, DQ, BW and VL too */
-  LEMA_AVX512_VNNI = 2 /* and its products of int8 */
+  LEMA_AVX512_VNNI = 2, /* and its products of int8 */
+  LEMA_AMX = 3          /* AMX's products of bf16 too: of fp32 numbers as sums of three, see lema_linear() */
 };
 
 /* Of enum lema_instructions: the newest that this CPU has, the library is compiled for and lema_cpu_limit() allows. */

@@ -19,7 +19,7 @@ DISABLE_VARIABLE = "LEMA_DISABLE_NATIVE"
 #: the newest of INSTRUCTIONS that kernels may use
 INSTRUCTIONS_VARIABLE = "LEMA_INSTRUCTIONS"
 #: enum lema_instructions
-INSTRUCTIONS = ("avx2", "avx512", "avx512_vnni")
+INSTRUCTIONS = ("avx2", "avx512", "avx512_vnni", "amx")
 #: LEMA_ABI_VERSION of the header that this file was written for
 ABI_VERSION = 5
 
