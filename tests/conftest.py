@@ -329,3 +329,26 @@ def randomize(model: LemaModel, seed: int = 0, scale: float = 0.04) -> None:
     generator = torch.Generator().manual_seed(1000 + seed)
     values = {n: torch.randn(p.shape, generator=generator) * scale for n, p in model.lora.parameters().items()}
     model.lora.copy_(values)
+
+
+def _levels() -> list[str]:
+    """The oldest instructions that native kernels are made for, the newest in vector registers, and AMX where it is."""
+    from lema_cuda.library import INSTRUCTIONS, instructions, refusals
+
+    if refusals():
+        return [INSTRUCTIONS[0]]
+    here = INSTRUCTIONS[: INSTRUCTIONS.index(instructions()) + 1]
+    return list(dict.fromkeys((here[0], [each for each in here if each != "amx"][-1], here[-1])))
+
+
+@pytest.fixture(params=_levels())
+def native_instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Instructions that native kernels are held to."""
+    from lema_cuda.library import INSTRUCTIONS, open_library, refusals
+
+    if refusals():
+        yield request.param
+        return
+    open_library().lema_cpu_limit(INSTRUCTIONS.index(request.param))
+    yield request.param
+    open_library().lema_cpu_limit(len(INSTRUCTIONS) - 1)

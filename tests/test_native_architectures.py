@@ -88,11 +88,13 @@ def computed(folder: Path, groups: tuple, levels: tuple, **options: Any) -> dict
     return {"loss": torch.tensor(loss), "logits": logits[0], "evaluated": evaluated[real], **gradients}
 
 
-def test_it_is_what_plain_torch_computes(folder: Path) -> None:
+def test_it_is_what_plain_torch_computes(folder: Path, native_instructions: str) -> None:
     found, expected = (computed(folder, TOGETHER, (R, R), backend=backend) for backend in ("cpp", "python"))
+    # One product agrees to 1e-6; a gradient went through a dozen of them. Sums in AMX's tiles are nearer to fp64 than
+    # plain torch's are (test_native_judge.py) and share none of their roundings, which a router enlarges.
+    bound = 2e-5 if native_instructions == "amx" else 5e-6
     for name, tensor in expected.items():
-        # One product agrees to 1e-6; a gradient went through a dozen of them.
-        assert (found[name] - tensor).norm() <= 5e-6 * tensor.norm() + 1e-9, name
+        assert (found[name] - tensor).norm() <= bound * tensor.norm() + 1e-9, name
 
 
 def test_no_schedule_and_no_window_changes_a_bit(folder: Path) -> None:

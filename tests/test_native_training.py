@@ -35,9 +35,11 @@ def losses(llamas, variant: str, **options) -> list[float]:
 
 
 @pytest.mark.parametrize("variant", ["untied", "bf16", "fp16"])
-def test_losses_are_those_of_plain_torch(variant: str, llamas, native) -> None:
+def test_losses_are_those_of_plain_torch(variant: str, llamas, native, native_instructions: str) -> None:
     python = losses(llamas, variant, backend="python")
-    assert losses(llamas, variant, backend="cpp") == pytest.approx(python, rel=1e-6)
+    # AMX's sums share no rounding with those of plain torch: test_native_judge.py says which are nearer to fp64
+    bound = 1e-5 if native_instructions == "amx" else 1e-6
+    assert losses(llamas, variant, backend="cpp") == pytest.approx(python, rel=bound)
 
 
 @pytest.mark.parametrize("backend", ["python", "cpp"])

@@ -47,12 +47,14 @@ struct Bodies {
 struct Way {
   explicit Way(const lema_product &given)
       : bodies(instructions()),
+        dtype(given.dtype),
         int8(given.compute == LEMA_COMPUTE_INT8),
         // the sums for few columns have the order of tiles in registers, the dot products have not
         few(given.n <= FEW && (given.transposed ? given.rows : given.k) > 0 &&
             (!given.apart || (given.transposed && !bodies.is_in_terms))),
         codes(few && !given.transposed && is_four_bits(given.dtype)) {}
   Bodies bodies;
+  int dtype;
   bool int8;   // b is rounded
   bool few;    // without tiles
   bool codes;  // dot products of four-bit codes
@@ -90,8 +92,8 @@ struct Parts {
       column_scales = columns;
     }
     v = in_registers ? p.rank * columns : tiles.packed_floats(p.rank, columns);
-    a = round_up(in_registers ? A_FLOATS : tiles.a_floats, LINE_FLOATS) * p.threads;
-    u = p.rank > 0 ? (in_registers ? U_FLOATS : tiles.u_floats) * p.threads : 0;
+    a = round_up(in_registers ? A_FLOATS : tiles.a_floats(way.dtype, p.rank), LINE_FLOATS) * p.threads;
+    u = (!in_registers ? tiles.u_floats(p.rank) : p.rank > 0 ? U_FLOATS : 0) * p.threads;
     b = round_up(b, LINE_FLOATS);
     codes = round_up(codes, LINE_FLOATS);
   }

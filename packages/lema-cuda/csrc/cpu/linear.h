@@ -77,7 +77,9 @@ struct TileBodies {
   Body pack;  // what the tiles of all dtypes share
   Body tiles[N_DTYPES];
   int64_t (*packed_floats)(int64_t inner, int64_t columns);  // of b, and of v
-  int64_t a_floats, u_floats;                                // of one thread
+  // of one thread
+  int64_t (*a_floats)(int dtype, int64_t rank);
+  int64_t (*u_floats)(int64_t rank);
 };
 
 struct DotBodies {

@@ -136,7 +136,11 @@ void run_tiles(void *context, int slot) {
 
 int64_t packed_floats(int64_t inner, int64_t columns) { return inner * ((columns + NR - 1) / NR * NR); }
 
-constexpr TileBodies TILES = {run_pack, LEMA_FOR_EACH_DTYPE(run_tiles), packed_floats, A_FLOATS, U_FLOATS};
+int64_t a_floats(int, int64_t) { return A_FLOATS; }
+
+int64_t u_floats(int64_t rank) { return rank > 0 ? U_FLOATS : 0; }
+
+constexpr TileBodies TILES = {run_pack, LEMA_FOR_EACH_DTYPE(run_tiles), packed_floats, a_floats, u_floats};
 
 }  // namespace
 }  // namespace lema

@@ -82,7 +82,11 @@ LEMA_API int32_t lema_cpu_limit(int32_t most);
    The weight is widened to fp32, and multiplied by its scales, as it is packed; everything else is fp32, products are
    summed in fp32. An element's products are summed in an order that depends on the format, the inner dimension (K, or R
    where transposed) and the rank alone, so any number of threads and any neighbouring rows give the same bits; forward,
-   four columns or fewer are summed in an order of their own unless `apart`. out overlaps nothing.
+   and with AMX transposed too, four columns or fewer are summed in an order of their own unless `apart`. out overlaps
+   nothing.
+
+   AMX multiplies the terms of bf16 that a number of fp32 is the sum of, and leaves out what is smaller than fp32 rounds
+   anyway. Terms below 2^-126 are taken for zero; what an infinity goes into is NaN.
 
    With LEMA_COMPUTE_INT8 (int8 weights, K up to 131072, neither transposed nor accumulated) a column n of x has the scale
    s_n = max |x_kn| / 127 and the codes q_kn = x_kn / s_n, rounded half to even, in [-127, 127]; zeros where s_n is 0.

@@ -70,10 +70,30 @@ class _Product(ctypes.Structure):
 _NO_UPDATE = (None, 0, 0, None, 0, 0)
 
 
+class _Free:
+    """Memory that products pack into, their own and what is packed for several: few pieces, of which one grows where
+    none is large enough."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Tensor] = []  # the largest last
+
+    def take(self, size: int) -> Tensor:
+        if self._pieces:
+            memory = self._pieces.pop()
+            if memory.numel() >= size:
+                return memory
+        return torch.empty(size, dtype=torch.uint8)
+
+    def give_back(self, memory: Tensor) -> None:
+        self._pieces.append(memory)
+        if len(self._pieces) > 1:
+            self._pieces.sort(key=Tensor.numel)
+
+
 class _Packed:
     """Inputs [K, N] as the tiles read them, in memory that goes back to ``free`` with this object."""
 
-    def __init__(self, memory: Tensor, k: int, n: int, apart: bool, free: list[Tensor]) -> None:
+    def __init__(self, memory: Tensor, k: int, n: int, apart: bool, free: _Free) -> None:
         self.address = memory.data_ptr()
         self.shape = (k, n)
         self.apart = apart
@@ -81,7 +101,7 @@ class _Packed:
         self._free = free
 
     def __del__(self) -> None:
-        self._free.append(self._memory)
+        self._free.give_back(self._memory)
 
 
 class NativeLinear:
@@ -99,8 +119,7 @@ class NativeLinear:
         self._library = open_library()
         self._rounds_inputs = weights_compute == "w8a8"
         self._decoded = torch.empty(0)
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._free: list[Tensor] = []
+        self._free = _Free()
 
     def packed(self, x_KN: Tensor, segments: Sequence[Columns] = ()) -> Any:
         """What several products with the same right-hand side share, to be given as ``x`` to :meth:`forward` with the
@@ -110,9 +129,7 @@ class NativeLinear:
         if size > _MOST_PACKED_BYTES or size == 0:
             return x_KN
         x, stride = _address_and_stride(x_KN, k, n)
-        memory = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
-        if memory.numel() < size:
-            memory = torch.empty(size, dtype=torch.uint8)
+        memory = self._free.take(size)
         packed, threads = _Packed(memory, k, n, bool(segments), self._free), torch.get_num_threads()
         raise_for(self._library.lema_linear_pack(x, stride, k, n, packed.address, packed.apart, threads))
         return packed
@@ -196,7 +213,8 @@ class NativeLinear:
         flags: tuple[int, int, bool, bool],
     ) -> None:
         weight, scales, dtype = _addresses_of_weight(weight_RK)
-        scratch = self._scratch.data_ptr(), self._scratch.numel()
+        memory = self._free.take(0)
+        scratch = memory.data_ptr(), memory.numel()
         threads = torch.get_num_threads()
         product = _Product(
             weight,
@@ -215,9 +233,10 @@ class NativeLinear:
         error = self._library.lema_linear(ctypes.byref(product))
         if error == _SMALL_SCRATCH:
             needed = self._library.lema_linear_scratch_bytes(ctypes.byref(product))
-            self._scratch = torch.empty(needed, dtype=torch.uint8)
-            product.scratch, product.scratch_bytes = self._scratch.data_ptr(), needed
+            memory = torch.empty(needed, dtype=torch.uint8)
+            product.scratch, product.scratch_bytes = memory.data_ptr(), needed
             error = self._library.lema_linear(ctypes.byref(product))
+        self._free.give_back(memory)
         raise_for(error)
 
     def _compute_of(self, weight_RK: WeightBlock) -> int:
