@@ -64,9 +64,9 @@ struct Way {
 bool is_shared_packed(int64_t n, bool apart) { return n > FEW || apart; }
 
 // Columns that are packed and computed at once.
-int64_t chunk_columns(const Product &p) {
+int64_t chunk_columns(const Product &p, const Bodies &bodies) {
   if (p.is_packed || p.inner == 0) return p.n;
-  return at_most(p.n, at_least(NR, PACKED_FLOATS / p.inner / NR * NR));
+  return at_most(p.n, at_least(NR, PACKED_FLOATS / bodies.tiles.packed_floats(p.inner, NR) * NR));
 }
 
 // Columns that a thread computes at once: few where there are too few rows for every thread.
@@ -79,7 +79,7 @@ int64_t strip_columns(const Product &p) {
 // Floats of the parts of the scratch: packed_b, codes, column_scales, packed_v, and for all threads packed_a, packed_u.
 struct Parts {
   Parts(const Product &p, const Way &way) {
-    const int64_t columns = round_up(chunk_columns(p), NR);
+    const int64_t columns = round_up(chunk_columns(p, way.bodies), NR);
     const TileBodies &tiles = way.bodies.tiles;
     const bool in_registers = way.int8 || way.few;
     if (way.codes) {
@@ -174,7 +174,7 @@ int multiply(const lema_product &given) {
   whole.packed_v = whole.column_scales + parts.column_scales;
   whole.packed_a = whole.packed_v + parts.v;
   whole.packed_u = whole.packed_a + parts.a;
-  const int64_t step = chunk_columns(whole);
+  const int64_t step = chunk_columns(whole, way.bodies);
   for (int64_t column = 0; column < whole.n; column += step) {
     Job job{whole, 0};
     Product &p = job.product;
