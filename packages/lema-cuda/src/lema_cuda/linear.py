@@ -82,6 +82,7 @@ class _Free:
             memory = self._pieces.pop()
             if memory.numel() >= size:
                 return memory
+            del memory  # before there is more
         return torch.empty(size, dtype=torch.uint8)
 
     def give_back(self, memory: Tensor) -> None:
@@ -233,6 +234,7 @@ class NativeLinear:
         error = self._library.lema_linear(ctypes.byref(product))
         if error == _SMALL_SCRATCH:
             needed = self._library.lema_linear_scratch_bytes(ctypes.byref(product))
+            del memory  # before there is more
             memory = torch.empty(needed, dtype=torch.uint8)
             product.scratch, product.scratch_bytes = memory.data_ptr(), needed
             error = self._library.lema_linear(ctypes.byref(product))
