@@ -123,17 +123,22 @@ def test_products_of_codes_are_exact(old_and_new: Called, rows: int, k: int, n: 
     assert torch.equal(new[0], old[0])
 
 
-@pytest.mark.parametrize("n", [5, 33, 64])
-def test_inputs_that_are_packed_in_terms_round_to_the_same_codes(old_and_amx: Called, n: int) -> None:
+@pytest.mark.parametrize("n", [1, 4, 5, 33, 64])
+@pytest.mark.parametrize("rank", [0, 20, 300])
+@pytest.mark.parametrize("packed", [False, True])
+def test_products_of_codes_are_exact_with_amx(old_and_amx: Called, n: int, rank: int, packed: bool) -> None:
+    """Inputs that are packed in terms of bf16 round to the same codes."""
+
     def product(rows: int, k: int) -> Tensor:
         from lema_cuda.linear import NativeLinear
 
-        kernel, of = NativeLinear("w8a8"), inputs_for(rows, k, n, r=20)
-        out = torch.empty_like(of.dy)
-        kernel.forward(block_of("int8", rows, k), kernel.packed(of.x), out, (of.lora_B, of.inner, 0.5))
+        kernel, of = NativeLinear("w8a8"), inputs_for(rows, k, n, r=max(rank, 1))
+        update = (of.lora_B, of.inner, 0.5) if rank else None
+        x = kernel.packed(of.x) if packed else of.x
+        kernel.forward(block_of("int8", rows, k), x, out := torch.empty_like(of.dy), update)
         return out
 
-    for rows, k in ((13, 70), (230, 1100), (5, 31)):
+    for rows, k in ((13, 70), (230, 1100), (5, 31), (64, 512)):
         old, new = old_and_amx(product, rows, k)
         assert torch.equal(new, old)
 

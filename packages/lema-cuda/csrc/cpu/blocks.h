@@ -83,17 +83,17 @@ class Ahead {
   int64_t row_bytes_, rows_, bytes_, steps_, due_ = 0;
 };
 
-// The weight of the piece after the one that starts at `start` of a block; after the last piece likely the first one of
-// the rows that are dealt out next.
-template <int DTYPE, bool TRANSPOSED>
+// The weight of the piece, of LENGTH columns, after the one that starts at `start` of a block; after the last piece likely
+// the first one of the rows that are dealt out next.
+template <int DTYPE, bool TRANSPOSED, int64_t LENGTH = KC>
 Ahead after_piece(const Job &job, const Block &block, int64_t start, int64_t steps) {
   using R = Row<DTYPE>;
   const Product &p = job.product;
-  const bool is_last = start + KC >= p.inner;
-  const int64_t likely = job.next_row.load(std::memory_order_relaxed) % p.m, next = is_last ? 0 : start + KC;
+  const bool is_last = start + LENGTH >= p.inner;
+  const int64_t likely = job.next_row.load(std::memory_order_relaxed) % p.m, next = is_last ? 0 : start + LENGTH;
   const int64_t from = is_last ? likely : block.from;
   const int64_t to = is_last ? at_most(p.m, likely + block.to - block.from) : block.to;
-  const int64_t length = at_most(KC, p.inner - next), row_bytes = R::bytes(p.k);
+  const int64_t length = at_most(LENGTH, p.inner - next), row_bytes = R::bytes(p.k);
   if (TRANSPOSED) return Ahead(p.weight + next * row_bytes + R::bytes(from), row_bytes, length, R::bytes(to - from), steps);
   return Ahead(p.weight + from * row_bytes + R::bytes(next), row_bytes, to - from, R::bytes(length), steps);
 }

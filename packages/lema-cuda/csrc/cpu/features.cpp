@@ -2,6 +2,7 @@
 
 #include "features.h"
 
+#include "int8.h"
 #include "linear.h"
 
 #include <cpuid.h>
@@ -38,10 +39,11 @@ bool is_given_tiles() {
   return (saved_registers() & 0x60000) == 0x60000 && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 
-// AMX with products of bf16, and rounding to it.
+// AMX with products of bf16 and int8, and rounding to bf16.
 bool has_amx() {
   unsigned a, b, c, d;
-  if (lema::TILES_AMX.pack == nullptr || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !bit(d, 22) || !bit(d, 24)) return false;
+  if (lema::TILES_AMX.pack == nullptr || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if (!bit(d, 22) || !bit(d, 24) || !bit(d, 25)) return false;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && bit(a, 5) && is_given_tiles();
 }
 
@@ -52,7 +54,7 @@ lema_instructions find_newest() {
   // F, DQ, BW and VL
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !bit(b, 16) || !bit(b, 17) || !bit(b, 30) || !bit(b, 31))
     return LEMA_AVX2;
-  if (!bit(c, 11)) return LEMA_AVX512;
+  if (!bit(c, 11) || lema::INT8_VNNI.tiles == nullptr) return LEMA_AVX512;
   return has_amx() ? LEMA_AMX : LEMA_AVX512_VNNI;
 }
 

@@ -19,5 +19,8 @@ struct Int8Bodies {
 
 extern const Int8Bodies INT8_AVX2;
 extern const Int8Bodies INT8_VNNI;  // of null pointers where it could not be compiled
+extern const Body INT8_TILES_AMX;   // for run_in_pool; null where it could not be compiled
+
+constexpr int64_t CODES_IN_TILE = 64;  // of a column, which is filled up to them
 
 }  // namespace lema

@@ -5,7 +5,7 @@
 
 #include "few.h"
 #include "int8.h"
-#include "terms.h"
+#include "int8_codes.h"
 #include "tile.h"
 #include "wide.h"
 
@@ -15,69 +15,13 @@ namespace {  // each file's own: what is compiled for other instructions must no
 constexpr int KC8 = 2 * KC;      // inner length of a packed piece, in codes that fill 16 bits each ...
 constexpr int ROW8 = 2 * A_ROW;  // ... and of a row with its end
 constexpr int64_t BLOCK = 32;  // rows that a thread takes at once where columns are few
-constexpr float LARGEST_CODE = 127.0f;
 
-// ----------------------------------------------------------------------------------------------------------- rounding
-
-inline __m256i magnitude(__m256 x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff)); }
-
-// From the bits of the largest magnitudes, which order as their numbers do, infinity and NaN above all: NaN for those.
-inline __m256 scales_of(__m256i largest) {
-  const __m256i above = _mm256_cmpgt_epi32(largest, _mm256_set1_epi32(0x7f7fffff));
-  const __m256 scale = _mm256_div_ps(_mm256_castsi256_ps(largest), _mm256_set1_ps(LARGEST_CODE));
-  return _mm256_or_ps(scale, _mm256_castsi256_ps(above));
-}
-
-// What columns are divided by: 1 where all is zero.
-inline __m256 divisors(__m256 scales) {
-  const __m256 zero = _mm256_cmp_ps(scales, _mm256_setzero_ps(), _CMP_EQ_OQ);
-  return _mm256_blendv_ps(scales, _mm256_set1_ps(1.0f), zero);
-}
-
-inline __m256i codes_of(__m256 x, __m256 divisor) {
-  const __m256i code = _mm256_cvtps_epi32(_mm256_div_ps(x, divisor));
-  return _mm256_max_epi32(_mm256_min_epi32(code, _mm256_set1_epi32(127)), _mm256_set1_epi32(-127));
-}
-
-// NR columns of b from one on: as they lie, zeros beyond the last one, or packed.
-class Columns {
- public:
-  Columns(const Product &p, int64_t column)
-      : p_(p),
-        column_(column),
-        first_(p.is_packed ? p.b + column * p.inner : p.b + column),
-        stride_(p.is_packed ? NR : p.b_stride),
-        here_(p.is_packed ? NR : at_most(NR, p.n - column)) {}
-
-  Sixteen row(int64_t k) const {
-    if (p_.in_terms) return sum_of_terms(p_.b, p_.inner, k, column_);
-    const float *source = first_ + k * stride_;
-    if (here_ == NR) return {_mm256_loadu_ps(source), _mm256_loadu_ps(source + LANES)};
-    float some[NR] = {};
-    memcpy(some, source, here_ * sizeof(float));
-    return {_mm256_loadu_ps(some), _mm256_loadu_ps(some + LANES)};
-  }
-
- private:
-  const Product &p_;
-  int64_t column_;
-  const float *first_;
-  int64_t stride_, here_;
-};
+// ----------------------------------------------------------------------------------------------------------- packing
 
 // A sliver of codes, [pairs of rows][NR] with the two codes of a column beside each other, and its columns' scales.
 void round_sliver(const Product &p, int64_t column) {
   const Columns columns(p, column);
-  __m256i low = _mm256_setzero_si256(), high = low;
-  for (int64_t k = 0; k < p.inner; ++k) {
-    const Sixteen x = columns.row(k);
-    low = _mm256_max_epi32(low, magnitude(x.low));
-    high = _mm256_max_epi32(high, magnitude(x.high));
-  }
-  const __m256 low_scale = scales_of(low), high_scale = scales_of(high);
-  _mm256_storeu_ps(p.column_scales + column, low_scale);
-  _mm256_storeu_ps(p.column_scales + column + LANES, high_scale);
-  const __m256 low_divisor = divisors(low_scale), high_divisor = divisors(high_scale);
+  const auto [low_divisor, high_divisor] = divisors_of(p, columns, column);
   const __m256i lower_half = _mm256_set1_epi32(0xffff);
   int16_t *target = p.codes + column * (p.inner + p.inner % 2);
   for (int64_t k = 0; k < p.inner; k += 2, target += 2 * NR) {

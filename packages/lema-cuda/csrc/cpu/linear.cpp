@@ -36,11 +36,13 @@ struct Bodies {
       : tiles(newest >= LEMA_AMX ? TILES_AMX : newest >= LEMA_AVX512 ? TILES_AVX512 : TILES_AVX2),
         is_in_terms(newest >= LEMA_AMX),
         dots(newest >= LEMA_AVX512 ? DOTS_AVX512 : DOTS_AVX2),
-        int8(newest >= LEMA_AVX512_VNNI ? INT8_VNNI : INT8_AVX2) {}
+        int8(newest >= LEMA_AVX512_VNNI ? INT8_VNNI : INT8_AVX2),
+        int8_tiles(newest >= LEMA_AMX ? INT8_TILES_AMX : int8.tiles) {}
   const TileBodies &tiles;
   bool is_in_terms;  // what they pack
   const DotBodies &dots;
   const Int8Bodies &int8;
+  Body int8_tiles;
 };
 
 // How a product is computed.
@@ -88,7 +90,9 @@ struct Parts {
       b = in_registers ? p.inner * columns : tiles.packed_floats(p.inner, columns);
     }
     if (way.int8) {
-      codes = (way.few ? p.n * round_up(p.inner, FEW_STEP) : columns * round_up(p.inner, 2)) / 2;
+      // of a byte each in AMX's tiles, elsewhere of two
+      codes = way.few ? p.n * round_up(p.inner, FEW_STEP) / 2
+                      : at_least(columns * round_up(p.inner, 2) / 2, columns * round_up(p.inner, CODES_IN_TILE) / 4);
       column_scales = columns;
     }
     v = in_registers ? p.rank * columns : tiles.packed_floats(p.rank, columns);
@@ -107,7 +111,7 @@ struct Parts {
 Body body_of(const lema_product &given, const Way &way) {
   const int dtype = given.dtype;
   if (dtype < 0 || dtype >= N_DTYPES) return nullptr;
-  if (way.int8) return way.few ? way.bodies.int8.few : way.bodies.int8.tiles;
+  if (way.int8) return way.few ? way.bodies.int8.few : way.bodies.int8_tiles;
   if (!way.few) return way.bodies.tiles.tiles[dtype];
   return given.transposed ? SUMS_OF[dtype] : way.bodies.dots.dots[dtype];
 }
@@ -141,7 +145,6 @@ Product product_of(const lema_product &given) {
   p.scale = given.scale;
   p.threads = given.threads;
   p.is_packed = given.right_stride == 0 && p.n > 0;
-  p.in_terms = p.is_packed && Bodies(instructions()).is_in_terms;
   return p;
 }
 
@@ -159,6 +162,7 @@ int multiply(const lema_product &given) {
   if (*lema_cpu_missing()) return LEMA_MISSING_FEATURE;
   Product whole = product_of(given);
   const Way way(given);
+  whole.in_terms = whole.is_packed && way.bodies.is_in_terms;
   if (whole.is_packed && way.few) return LEMA_BAD_ARGUMENT;
   const Body body = body_of(given, way);
   if (body == nullptr || is_wrong(whole)) return LEMA_BAD_ARGUMENT;

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "amx.h"
 #include "formats.h"
 #include "linear.h"
 #include "terms.h"
@@ -13,9 +14,6 @@ constexpr int terms_of(int dtype) {
   if (dtype == LEMA_BF16 || dtype == LEMA_INT8) return 1;
   return dtype == LEMA_F32 || dtype == LEMA_NF4 ? 3 : 2;
 }
-
-// The lanes that a row has of `count` numbers that are left.
-inline __mmask16 first(int64_t count) { return count >= SIDE ? 0xffff : static_cast<__mmask16>((1 << count) - 1); }
 
 inline void store_row(char *tile, int64_t row, __m512i numbers) { _mm512_store_si512(tile + row * ROW_BYTES, numbers); }
 
@@ -32,7 +30,8 @@ inline __m512i next_term(__m512 &low, __m512 &high) {
 // 16 of a row and 16 of the next one, those of a column beside each other.
 inline __m512i interleaved(__m512i rows) {
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i order = _mm512_add_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x10001)), _mm512_set1_epi32(0x100000));
+  const __m512i twice = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x10001));
+  const __m512i order = _mm512_add_epi32(twice, _mm512_set1_epi32(0x100000));
   return _mm512_permutexvar_epi16(order, rows);
 }
 
@@ -115,7 +114,7 @@ void pack_rows(const Product &p, int64_t row, int64_t rows, int64_t column, int6
       for (int64_t i = length; i < steps * DEPTH; ++i) wide[i] = 0.0f;
     }
     for (int64_t i = 0; i < steps * DEPTH; i += DEPTH, tile += TERMS * TILE_BYTES) {
-      const __mmask16 low = first(length - i), high = first(length - i > SIDE ? length - i - SIDE : 0);
+      const __mmask16 low = first(length - i), high = first(length - i - SIDE);
       const char *const at = source.at(column + i);
       if constexpr (TERMS > 1) {
         store_terms<TERMS>(_mm512_load_ps(wide + i), _mm512_load_ps(wide + i + SIDE), tile, r % SIDE);

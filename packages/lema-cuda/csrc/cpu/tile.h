@@ -39,7 +39,7 @@ void pack_slivers(const float *matrix, int64_t stride, int64_t inner, int64_t n,
 }
 
 // Rows [row, row + rows), columns [column, column + length) of scale * u -> slivers [length][MR], zeros beyond the rows.
-void pack_u(const Product &p, int64_t row, int64_t rows, int64_t column, int64_t length, float *target) {
+inline void pack_u(const Product &p, int64_t row, int64_t rows, int64_t column, int64_t length, float *target) {
   for (int64_t r = 0; r < rows; r += MR) {
     const int64_t here = at_most(MR, rows - r);
     const float *source = p.u + (row + r) * p.u_row + column * p.u_column;

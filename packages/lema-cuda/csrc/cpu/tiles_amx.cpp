@@ -14,6 +14,7 @@
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 
+#include "amx.h"
 #include "blocks.h"
 #include "terms_packing.h"
 
@@ -21,9 +22,6 @@ namespace lema {
 namespace {
 
 static_assert(KC % DEPTH == 0 && MC % SIDE == 0 && SMALLEST_BLOCK % SIDE == 0 && NR == SIDE, "a block is of whole tiles");
-
-// The compiler does not know that tiles are read from memory.
-inline void settle_memory() { __asm__ volatile("" ::: "memory"); }
 
 // M tiles of rows, the next of which is so many bytes further, over `steps` of the inner dimension -> sums.
 template <int TERMS, int M>
@@ -88,8 +86,8 @@ inline void multiply_part(const Product &p, const Block &block, const Piece &pie
   alignas(64) float sums[M][SIDE * SIDE];
   multiply_tiles<TERMS, M>(a, apart, tiles_at(piece.b, piece.inner, piece.start, column), piece.steps, sums);
   for (int i = 0; i < M; ++i)
-    put_tile(sums[i], piece, c + i * SIDE * p.c_stride, p.c_stride, row + i * SIDE, at_most(SIDE, block.to - row - i * SIDE),
-             p.n - column);
+    put_tile(sums[i], piece, c + i * SIDE * p.c_stride, p.c_stride, row + i * SIDE,
+             at_most(SIDE, block.to - row - i * SIDE), p.n - column);
 }
 
 template <int TERMS>
@@ -146,7 +144,9 @@ void pack_all(Job &job, const char *factors) {
 
 void run_pack(void *context, int) { pack_all(*static_cast<Job *>(context), nullptr); }
 
-int64_t packed_floats(int64_t inner, int64_t columns) { return depths(inner) * sides(columns) * MOST_TERMS * TILE_BYTES / 4; }
+int64_t packed_floats(int64_t inner, int64_t columns) {
+  return depths(inner) * sides(columns) * MOST_TERMS * TILE_BYTES / static_cast<int64_t>(sizeof(float));
+}
 
 // `a`, and u after it in the same place.
 int64_t a_floats(int dtype, int64_t rank) {
@@ -156,21 +156,13 @@ int64_t a_floats(int dtype, int64_t rank) {
 
 int64_t u_floats(int64_t) { return 0; }
 
-// Eight tiles of 16 rows of 64 bytes.
-struct alignas(64) Configuration {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {ROW_BYTES, ROW_BYTES, ROW_BYTES, ROW_BYTES, ROW_BYTES, ROW_BYTES, ROW_BYTES, ROW_BYTES};
-  uint8_t rows[16] = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE};
-};
-
 template <int DTYPE>
 void run_tiles(void *context, int slot) {
   Job &job = *static_cast<Job *>(context);
   const Product &p = job.product;
   char *const packed = reinterpret_cast<char *>(p.packed_a + slot * a_floats(DTYPE, p.rank));
   pack_all(job, DTYPE == LEMA_INT8 && p.transposed ? p.scales : nullptr);
-  const Configuration configuration;
-  _tile_loadconfig(&configuration);
+  const Tiles tiles;
   for (Block block; take(job, block, SIDE);) {
     if (p.transposed) {
       multiply_block<DTYPE, true>(job, block, packed);
@@ -178,7 +170,6 @@ void run_tiles(void *context, int slot) {
       multiply_block<DTYPE, false>(job, block, packed);
     }
   }
-  _tile_release();
 }
 
 }  // namespace

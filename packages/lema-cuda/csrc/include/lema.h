@@ -71,7 +71,8 @@ enum lema_instructions {
 /* Of enum lema_instructions: the newest that this CPU has, the library is compiled for and lema_cpu_limit() allows. */
 LEMA_API int32_t lema_cpu_instructions(void);
 
-/* Calls after this one use nothing newer, in the whole process. LEMA_BAD_ARGUMENT for what is not in the enum. */
+/* Calls after this one use nothing newer, in the whole process, and nothing that lema_linear_pack() made before.
+   LEMA_BAD_ARGUMENT for what is not in the enum. */
 LEMA_API int32_t lema_cpu_limit(int32_t most);
 
 /* One product with a block of rows of a weight, and a low-rank term that is part of it:
