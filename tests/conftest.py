@@ -23,6 +23,8 @@ from lema_core.checkpoint import bind_tensors, read_manifest
 from lema_core.device import Device
 from lema_core.store.model import StreamedModel, cut_model
 from lema_core.testing.quick_figures import quick_figures
+from lema_cuda.library import refusals
+from lema_cuda.testing import held_to, levels
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -331,24 +333,10 @@ def randomize(model: LemaModel, seed: int = 0, scale: float = 0.04) -> None:
     model.lora.copy_(values)
 
 
-def _levels() -> list[str]:
-    """The oldest instructions that native kernels are made for, the newest in vector registers, and AMX where it is."""
-    from lema_cuda.library import INSTRUCTIONS, instructions, refusals
-
-    if refusals():
-        return [INSTRUCTIONS[0]]
-    here = INSTRUCTIONS[: INSTRUCTIONS.index(instructions()) + 1]
-    return list(dict.fromkeys((here[0], [each for each in here if each != "amx"][-1], here[-1])))
-
-
-@pytest.fixture(params=_levels())
+@pytest.fixture(params=levels())
 def native_instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Instructions that native kernels are held to."""
-    from lema_cuda.library import INSTRUCTIONS, open_library, refusals
-
-    if refusals():
+    """Instructions that native kernels are held to for a test."""
+    if reasons := refusals():
+        pytest.skip("; ".join(reasons))
+    with held_to(request.param):
         yield request.param
-        return
-    open_library().lema_cpu_limit(INSTRUCTIONS.index(request.param))
-    yield request.param
-    open_library().lema_cpu_limit(len(INSTRUCTIONS) - 1)

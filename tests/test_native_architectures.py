@@ -16,6 +16,7 @@ from lema_core.runtime.piece_run import Level
 from lema_core.runtime.runner import TrainPass
 from lema_core.testing.forced import ForcedSchedule
 from lema_cuda.library import refusals
+from lema_cuda.testing import AMX
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -92,7 +93,7 @@ def test_it_is_what_plain_torch_computes(folder: Path, native_instructions: str)
     found, expected = (computed(folder, TOGETHER, (R, R), backend=backend) for backend in ("cpp", "python"))
     # One product agrees to 1e-6; a gradient went through a dozen of them. Sums in AMX's tiles are nearer to fp64 than
     # plain torch's are (test_native_judge.py) and share none of their roundings, which a router enlarges.
-    bound = 2e-5 if native_instructions == "amx" else 5e-6
+    bound = 2e-5 if native_instructions == AMX else 5e-6
     for name, tensor in expected.items():
         assert (found[name] - tensor).norm() <= bound * tensor.norm() + 1e-9, name
 

@@ -14,6 +14,7 @@ from lema_core.plugins import PluginManager
 from lema_core.runtime.piece_run import Level
 from lema_core.testing.forced import ForcedSchedule
 from lema_cuda.library import refusals
+from lema_cuda.testing import AMX
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def losses(llamas, variant: str, **options) -> list[float]:
 def test_losses_are_those_of_plain_torch(variant: str, llamas, native, native_instructions: str) -> None:
     python = losses(llamas, variant, backend="python")
     # AMX's sums share no rounding with those of plain torch: test_native_judge.py says which are nearer to fp64
-    bound = 1e-5 if native_instructions == "amx" else 1e-6
+    bound = 1e-5 if native_instructions == AMX else 1e-6
     assert losses(llamas, variant, backend="cpp") == pytest.approx(python, rel=bound)
 
 

@@ -10,17 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from lema_cuda.library import INSTRUCTIONS, instructions, open_library, refusals
+from lema_cuda.library import refusals
+from lema_cuda.testing import AMX, held_to, levels
 
-OLDEST, AMX = INSTRUCTIONS[0], INSTRUCTIONS[-1]
-HERE = (OLDEST,) if refusals() else INSTRUCTIONS[: INSTRUCTIONS.index(instructions()) + 1]
-#: the oldest and the newest that compute in vector registers
-IN_REGISTERS = tuple(dict.fromkeys((OLDEST, [level for level in HERE if level != AMX][-1])))
-LEVELS = (*IN_REGISTERS, AMX) if AMX in HERE else IN_REGISTERS
+LEVELS = levels()
+OLDEST, *NEWER = (level for level in LEVELS if level != AMX)
 
-
-def hold_to(level: str) -> None:
-    assert open_library().lema_cpu_limit(INSTRUCTIONS.index(level)) == 0
+Called = Callable[..., list[Any]]
 
 
 @pytest.fixture(params=LEVELS)
@@ -28,39 +24,37 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Instructions that native kernels are held to for a test."""
     if reasons := refusals():
         pytest.skip("; ".join(reasons))
-    hold_to(request.param)
-    yield request.param
-    hold_to(LEVELS[-1])
+    with held_to(request.param):
+        yield request.param
 
 
-def called_at(levels: tuple[str, ...]) -> Iterator[Callable[..., list[Any]]]:
+def called_at(*some: str) -> Called:
     """Calls a function at these levels, one after another: what it returned each time."""
 
     def called(function: Callable[..., Any], *given: Any) -> list[Any]:
         found = []
-        for level in levels:
-            hold_to(level)
-            found.append(function(*given))
+        for each in some:
+            with held_to(each):
+                found.append(function(*given))
         return found
 
-    yield called
-    hold_to(LEVELS[-1])
+    return called
 
 
 @pytest.fixture
-def old_and_new() -> Iterator[Callable[..., list[Any]]]:
+def old_and_new() -> Called:
     """Calls a function with the oldest instructions, then with the newest in vector registers."""
-    if IN_REGISTERS == (OLDEST,):
+    if not NEWER:
         pytest.skip(f"no newer instructions than {OLDEST} are here")
-    yield from called_at(IN_REGISTERS)
+    return called_at(OLDEST, *NEWER)
 
 
 @pytest.fixture
-def old_and_amx() -> Iterator[Callable[..., list[Any]]]:
+def old_and_amx() -> Called:
     """Calls a function with the oldest instructions, then with AMX."""
     if AMX not in LEVELS:
         pytest.skip("no AMX is here")
-    yield from called_at((OLDEST, AMX))
+    return called_at(OLDEST, AMX)
 
 
 @pytest.fixture

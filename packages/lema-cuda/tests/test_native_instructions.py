@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lema_core.ops.context import Segment
 from lema_core.quantization.block import QuantizedBlock
-from lema_core.testing.quantized_weights import block_of, inputs_for
+from lema_core.testing.quantized_weights import block_of, decoded, inputs_for
 from lema_cuda import plugin
 from lema_cuda.library import INSTRUCTIONS, INSTRUCTIONS_VARIABLE, instructions, open_library
 
@@ -64,16 +64,13 @@ def test_tiles_sum_in_the_same_order(old_and_new: Called, name: str, shape: tupl
 def exact(name: str, rows: int, k: int, n: int) -> list[Tensor]:
     """Of :func:`products` the numbers in fp64, then the sums of the magnitudes that they are made of."""
     weight, of = weight_of(name, rows, k), inputs_for(rows, k, n, r=20)
-    if isinstance(weight, QuantizedBlock):
-        weight.decode(wide := torch.empty(rows, k), 0)
-    else:
-        wide = weight.float()
-    W, x, dy, B, inner, A, d_inner = (
-        each.double() for each in (wide, of.x, of.dy, of.lora_B, of.inner, of.lora_A, of.d_inner)
-    )
-    numbers = [W @ x + 0.5 * B @ inner, W.T @ dy + A.T @ d_inner, x + W.T @ dy]
-    W, x, dy, B, inner, A, d_inner = (each.abs() for each in (W, x, dy, B, inner, A, d_inner))
-    return [*numbers, W @ x + 0.5 * B @ inner, W.T @ dy + A.T @ d_inner, x + W.T @ dy]
+    wide = decoded(weight) if isinstance(weight, QuantizedBlock) else weight
+    given = [each.double() for each in (wide, of.x, of.dy, of.lora_B, of.inner, of.lora_A, of.d_inner)]
+
+    def of_all(W: Tensor, x: Tensor, dy: Tensor, B: Tensor, inner: Tensor, A: Tensor, d_inner: Tensor) -> list[Tensor]:
+        return [W @ x + 0.5 * B @ inner, W.T @ dy + A.T @ d_inner, x + W.T @ dy]
+
+    return of_all(*given) + of_all(*map(torch.abs, given))
 
 
 @pytest.mark.parametrize("name", FORMATS)
