@@ -7,14 +7,12 @@
 
 #include "amx.h"
 #include "int8_codes.h"
-#include "tile.h"
 
 namespace lema {
 namespace {
 
 constexpr int64_t DEEP = CODES_IN_TILE;  // codes of a tile's row
 constexpr int64_t PIECE = 8 * DEEP;      // inner length that is packed at once: such a sliver of b takes 8 KB
-constexpr int64_t TALL = 3 * SIDE;       // rows that are computed at once
 static_assert(MC * PIECE <= A_FLOATS * 4 && MC % SIDE == 0, "a block is of whole tiles");
 
 inline int64_t deeps(int64_t length) { return (length + DEEP - 1) / DEEP; }
@@ -50,8 +48,7 @@ void pack_codes(const Product &p, int64_t row, int64_t rows, int64_t column, int
     for (int64_t s = 0; s < steps; ++s) {
       const int64_t left = r < rows ? length - s * DEEP : 0;
       const __mmask64 here = left >= DEEP ? ~__mmask64{0} : (__mmask64{1} << left) - 1;
-      _mm512_store_si512(target + (r / SIDE * steps + s) * TILE_BYTES + r % SIDE * ROW_BYTES,
-                         _mm512_maskz_loadu_epi8(here, source + s * DEEP));
+      store_row(target + (r / SIDE * steps + s) * TILE_BYTES, r % SIDE, _mm512_maskz_loadu_epi8(here, source + s * DEEP));
     }
   }
 }
@@ -59,23 +56,15 @@ void pack_codes(const Product &p, int64_t row, int64_t rows, int64_t column, int
 // M tiles of rows, the next of which is so many bytes further, over `steps` -> sums.
 template <int M>
 inline void multiply_tiles(const char *a, int64_t apart, const char *b, int64_t steps, int32_t (*sums)[SIDE * SIDE]) {
-  settle_memory();
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
+  clear_sums();
   for (int64_t step = 0; step < steps; ++step, a += TILE_BYTES, b += TILE_BYTES) {
     _tile_loadd(6, b, ROW_BYTES);
-    _tile_loadd(3, a, ROW_BYTES);
+    load_rows<M>(a, apart);
     _tile_dpbssd(0, 3, 6);
-    if (M > 1) _tile_loadd(4, a + apart, ROW_BYTES);
     if (M > 1) _tile_dpbssd(1, 4, 6);
-    if (M > 2) _tile_loadd(5, a + 2 * apart, ROW_BYTES);
     if (M > 2) _tile_dpbssd(2, 5, 6);
   }
-  _tile_stored(0, sums[0], ROW_BYTES);
-  if (M > 1) _tile_stored(1, sums[1], ROW_BYTES);
-  if (M > 2) _tile_stored(2, sums[2], ROW_BYTES);
-  settle_memory();
+  store_sums<M>(sums);
 }
 
 // One piece of a block: what is packed of the weight, and of u in rows of `u_length`, this thread's.
@@ -89,7 +78,7 @@ struct Piece {
 // Row `row` of c, columns from `column`. Sums that are not complete wait in c, as the bits of integers.
 inline void put_row(const Product &p, const Piece &piece, const int32_t *sums, int64_t row, int64_t column,
                     const float *u) {
-  const __mmask16 here = lema::first(p.n - column);
+  const __mmask16 here = lanes(p.n - column);
   float *const c = p.c + row * p.c_stride + column;
   __m512i sum = _mm512_load_si512(sums);
   if (!piece.first) sum = _mm512_add_epi32(sum, _mm512_maskz_loadu_epi32(here, c));
@@ -112,49 +101,25 @@ void multiply_part(const Product &p, const Block &block, const Piece &piece, int
     put_row(p, piece, sums[i / SIDE] + i % SIDE * SIDE, row + i, column, u);
 }
 
-// Rows of scale * u, columns [start, start + length).
-void pack_rows_of_u(const Product &p, const Block &block, int64_t start, int64_t length, float *target) {
+// Rows of scale * u, as many columns of them as are summed with the codes' products.
+void pack_rows_of_u(const Product &p, const Block &block, int64_t length, float *target) {
   for (int64_t row = block.from; row < block.to; ++row)
-    for (int64_t i = start; i < start + length; ++i) *target++ = p.scale * p.u[row * p.u_row + i * p.u_column];
-}
-
-// The low-rank term beyond its first KC inner products.
-void add_rest_of_low_rank(const Product &p, const Block &block, float *packed_u) {
-  for (int64_t start = KC; start < p.rank; start += KC) {
-    const int64_t length = at_most(KC, p.rank - start);
-    pack_rows_of_u(p, block, start, length, packed_u);
-    for (int64_t column = block.left; column < block.right; column += NR)
-      for (int64_t row = block.from; row < block.to; ++row) {
-        const float *u = packed_u + (row - block.from) * length, *v = p.packed_v + column * p.rank + start * NR;
-        Wide sum = zeros();
-        for (int64_t i = 0; i < length; ++i, v += NR) sum = multiply_add(all(u[i]), load(v), sum);
-        const __mmask16 here = first(p.n - column);
-        float *const c = p.c + row * p.c_stride + column;
-        _mm512_mask_storeu_ps(c, here, add(_mm512_maskz_loadu_ps(here, c), sum));
-      }
-  }
+    for (int64_t i = 0; i < length; ++i) *target++ = p.scale * p.u[row * p.u_row + i * p.u_column];
 }
 
 void multiply_block(const Job &job, const Block &block, char *packed, float *packed_u) {
   const Product &p = job.product;
-  const int64_t from = block.from, to = block.to, u_length = at_most(KC, p.rank);
-  const int64_t parts = (to - from + TALL - 1) / TALL * sides(block.right - block.left);
-  pack_rows_of_u(p, block, 0, u_length, packed_u);
+  const int64_t u_length = at_most(KC, p.rank);
+  pack_rows_of_u(p, block, u_length, packed_u);
   for (int64_t start = 0; start < p.inner || start == 0; start += PIECE) {
     const int64_t length = at_most(PIECE, p.inner - start);
     const bool is_last = start + PIECE >= p.inner;
-    pack_codes(p, from, to - from, start, length, packed);
+    pack_codes(p, block.from, block.to - block.from, start, length, packed);
     const Piece piece{start, length, u_length, packed, packed_u, start == 0, is_last};
-    Ahead ahead = after_piece<LEMA_INT8, false, PIECE>(job, block, start, parts);
-    for (int64_t column = block.left; column < block.right; column += SIDE)
-      for (int64_t row = from; row < to; row += TALL) {
-        ahead.step();
-        switch (sides(at_most(TALL, to - row))) {
-          case 1: multiply_part<1>(p, block, piece, row, column); break;
-          case 2: multiply_part<2>(p, block, piece, row, column); break;
-          default: multiply_part<3>(p, block, piece, row, column); break;
-        }
-      }
+    Ahead ahead = after_piece<LEMA_INT8, false, PIECE>(job, block, start, parts_of(block));
+    for_each_part(block, ahead, [&](auto tiles, int64_t row, int64_t column) {
+      multiply_part<decltype(tiles)::value>(p, block, piece, row, column);
+    });
   }
   add_rest_of_low_rank(p, block, packed_u);
 }

@@ -1,10 +1,9 @@
-// Columns that are rounded to codes of int8.
+// What products of codes share: columns that are rounded to codes, and the low-rank term beyond what is summed with them.
 
 #pragma once
 
-#include "formats.h"
-#include "linear.h"
 #include "terms.h"
+#include "tile.h"
 
 namespace lema {
 namespace {  // each file's own: what is compiled for other instructions must not be shared
@@ -69,6 +68,23 @@ inline Sixteen divisors_of(const Product &p, const Columns &columns, int64_t col
   _mm256_storeu_ps(p.column_scales + column, low_scale);
   _mm256_storeu_ps(p.column_scales + column + LANES, high_scale);
   return {divisors(low_scale), divisors(high_scale)};
+}
+
+// The low-rank term beyond its first KC inner products.
+inline void add_rest_of_low_rank(const Product &p, const Block &block, float *packed_u) {
+  for (int64_t start = KC; start < p.rank; start += KC) {
+    const int64_t length = at_most(KC, p.rank - start);
+    pack_u(p, block.from, block.to - block.from, start, length, packed_u);
+    for (int64_t column = block.left; column < block.right; column += NR) {
+      const float *u = packed_u, *v = p.packed_v + column * p.rank + start * NR;
+      for (int64_t row = block.from; row < block.to; row += MR, u += length * MR) {
+        Tile<1> tile{};
+        multiply_tile<1, MR>(u, v, 0, length, tile);
+        put_part<1>(tile, p.c + row * p.c_stride + column, p.c_stride, true, at_most(MR, block.to - row),
+                    at_most(NR, p.n - column));
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -6,8 +6,6 @@
 #include "few.h"
 #include "int8.h"
 #include "int8_codes.h"
-#include "tile.h"
-#include "wide.h"
 
 namespace lema {
 namespace {  // each file's own: what is compiled for other instructions must not be shared
@@ -95,23 +93,6 @@ inline Tile<S> scaled(const Product &p, const IntTile<S> &tile, int64_t row, int
   return out;
 }
 
-// The low-rank term beyond its first KC inner products.
-void add_rest_of_low_rank(const Product &p, const Block &block, float *packed_u) {
-  for (int64_t start = KC; start < p.rank; start += KC) {
-    const int64_t length = at_most(KC, p.rank - start);
-    pack_u(p, block.from, block.to - block.from, start, length, packed_u);
-    for (int64_t column = block.left; column < block.right; column += NR) {
-      const float *u = packed_u, *v = p.packed_v + column * p.rank + start * NR;
-      for (int64_t row = block.from; row < block.to; row += MR, u += length * MR) {
-        Tile<1> tile{};
-        multiply_tile<1, MR>(u, v, 0, length, tile);
-        put_part<1>(tile, p.c + row * p.c_stride + column, p.c_stride, true, at_most(MR, block.to - row),
-                    at_most(NR, p.n - column));
-      }
-    }
-  }
-}
-
 // One piece of a block: what is packed of the weight, and of u, this thread's.
 struct CodePiece {
   int64_t start, pairs, next;  // next: where the piece after it starts
@@ -162,10 +143,7 @@ void multiply_block(const Job &job, const Block &block, int16_t *packed, float *
     const int64_t start = i * KC8, length = at_most(KC8, p.inner - start), next = last ? 0 : start + KC8;
     const CodePiece piece{start, (length + 1) / 2, next, packed, packed_u, i == 0, last};
     pack_codes(p, from, to - from, start, length, packed);
-    // after the last piece likely the first one of the rows that are dealt out next
-    const int64_t likely = job.next_row.load(std::memory_order_relaxed) % p.m;
-    const int64_t next_row = last ? likely : from, next_rows = last ? at_most(p.m - likely, to - from) : to - from;
-    Ahead ahead(p.weight + next_row * p.k + next, p.k, next_rows, at_most(KC8, p.inner - next), tiles);
+    Ahead ahead = after_piece<LEMA_INT8, false, KC8>(job, block, start, tiles);
     int64_t column = block.left;
     if constexpr (SLIVERS == 2)
       for (; column + NR < block.right; column += 2 * NR) multiply_slivers<2>(p, block, piece, column, ahead);

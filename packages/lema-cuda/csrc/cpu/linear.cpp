@@ -34,12 +34,10 @@ bool is_four_bits(int dtype) { return dtype >= LEMA_INT4_32 && dtype <= LEMA_NF4
 struct Bodies {
   explicit Bodies(lema_instructions newest)
       : tiles(newest >= LEMA_AMX ? TILES_AMX : newest >= LEMA_AVX512 ? TILES_AVX512 : TILES_AVX2),
-        is_in_terms(newest >= LEMA_AMX),
         dots(newest >= LEMA_AVX512 ? DOTS_AVX512 : DOTS_AVX2),
         int8(newest >= LEMA_AVX512_VNNI ? INT8_VNNI : INT8_AVX2),
         int8_tiles(newest >= LEMA_AMX ? INT8_TILES_AMX : int8.tiles) {}
   const TileBodies &tiles;
-  bool is_in_terms;  // what they pack
   const DotBodies &dots;
   const Int8Bodies &int8;
   Body int8_tiles;
@@ -53,7 +51,7 @@ struct Way {
         int8(given.compute == LEMA_COMPUTE_INT8),
         // the sums for few columns have the order of tiles in registers, the dot products have not
         few(given.n <= FEW && (given.transposed ? given.rows : given.k) > 0 &&
-            (!given.apart || (given.transposed && !bodies.is_in_terms))),
+            (!given.apart || (given.transposed && !bodies.tiles.in_terms))),
         codes(few && !given.transposed && is_four_bits(given.dtype)) {}
   Bodies bodies;
   int dtype;
@@ -82,12 +80,12 @@ int64_t strip_columns(const Product &p) {
 struct Parts {
   Parts(const Product &p, const Way &way) {
     const int64_t columns = round_up(chunk_columns(p, way.bodies), NR);
-    const TileBodies &tiles = way.bodies.tiles;
-    const bool in_registers = way.int8 || way.few;
+    // codes and few columns leave the rest as tiles in registers take it
+    const TileBodies &tiles = way.int8 || way.few ? TILES_AVX2 : way.bodies.tiles;
     if (way.codes) {
       b = p.n * round_up(p.inner, way.bodies.dots.codes);
     } else if (!p.is_packed && (way.few || !way.int8)) {
-      b = in_registers ? p.inner * columns : tiles.packed_floats(p.inner, columns);
+      b = tiles.packed_floats(p.inner, columns);
     }
     if (way.int8) {
       // of a byte each in AMX's tiles, elsewhere of two
@@ -95,9 +93,9 @@ struct Parts {
                       : at_least(columns * round_up(p.inner, 2) / 2, columns * round_up(p.inner, CODES_IN_TILE) / 4);
       column_scales = columns;
     }
-    v = in_registers ? p.rank * columns : tiles.packed_floats(p.rank, columns);
-    a = round_up(in_registers ? A_FLOATS : tiles.a_floats(way.dtype, p.rank), LINE_FLOATS) * p.threads;
-    u = (!in_registers ? tiles.u_floats(p.rank) : p.rank > 0 ? U_FLOATS : 0) * p.threads;
+    v = tiles.packed_floats(p.rank, columns);
+    a = round_up(tiles.a_floats(way.dtype, p.rank), LINE_FLOATS) * p.threads;
+    u = tiles.u_floats(p.rank) * p.threads;
     b = round_up(b, LINE_FLOATS);
     codes = round_up(codes, LINE_FLOATS);
   }
@@ -162,7 +160,7 @@ int multiply(const lema_product &given) {
   if (*lema_cpu_missing()) return LEMA_MISSING_FEATURE;
   Product whole = product_of(given);
   const Way way(given);
-  whole.in_terms = whole.is_packed && way.bodies.is_in_terms;
+  whole.in_terms = whole.is_packed && way.bodies.tiles.in_terms;
   if (whole.is_packed && way.few) return LEMA_BAD_ARGUMENT;
   const Body body = body_of(given, way);
   if (body == nullptr || is_wrong(whole)) return LEMA_BAD_ARGUMENT;

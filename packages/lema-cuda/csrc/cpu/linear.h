@@ -80,6 +80,7 @@ struct TileBodies {
   // of one thread
   int64_t (*a_floats)(int dtype, int64_t rank);
   int64_t (*u_floats)(int64_t rank);
+  bool in_terms;  // of bf16, what `pack` makes
 };
 
 struct DotBodies {

@@ -20,8 +20,11 @@ inline int64_t depths(int64_t inner) { return (inner + DEPTH - 1) / DEPTH; }
 inline int64_t sides(int64_t length) { return (length + SIDE - 1) / SIDE; }
 
 // The tiles of columns from `column`, a multiple of SIDE, and rows from `row`.
+inline char *tiles_at(float *packed, int64_t inner, int64_t row, int64_t column) {
+  return reinterpret_cast<char *>(packed) + (column / SIDE * depths(inner) + row / DEPTH) * MOST_TERMS * TILE_BYTES;
+}
 inline const char *tiles_at(const float *packed, int64_t inner, int64_t row, int64_t column) {
-  return reinterpret_cast<const char *>(packed) + (column / SIDE * depths(inner) + row / DEPTH) * MOST_TERMS * TILE_BYTES;
+  return tiles_at(const_cast<float *>(packed), inner, row, column);
 }
 
 struct Sixteen {

@@ -3,9 +3,6 @@
 #pragma once
 
 #include "amx.h"
-#include "formats.h"
-#include "linear.h"
-#include "terms.h"
 
 namespace lema {
 namespace {  // each file's own: what is compiled for other instructions must not be shared
@@ -14,8 +11,6 @@ constexpr int terms_of(int dtype) {
   if (dtype == LEMA_BF16 || dtype == LEMA_INT8) return 1;
   return dtype == LEMA_F32 || dtype == LEMA_NF4 ? 3 : 2;
 }
-
-inline void store_row(char *tile, int64_t row, __m512i numbers) { _mm512_store_si512(tile + row * ROW_BYTES, numbers); }
 
 inline __m512 widened(__m256i bf16) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16)); }
 
@@ -29,8 +24,8 @@ inline __m512i next_term(__m512 &low, __m512 &high) {
 
 // 16 of a row and 16 of the next one, those of a column beside each other.
 inline __m512i interleaved(__m512i rows) {
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i twice = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x10001));
+  const __m512i numbered = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i twice = _mm512_mullo_epi32(numbered, _mm512_set1_epi32(0x10001));
   const __m512i order = _mm512_add_epi32(twice, _mm512_set1_epi32(0x100000));
   return _mm512_permutexvar_epi16(order, rows);
 }
@@ -67,12 +62,12 @@ inline void store_turned(const __m512i (&rows)[SIDE], char *tile) {
 // have pairs of rows; zeros beyond either end. Row i is multiplied by factors[i], unless there are none.
 void pack_terms(const float *matrix, int64_t stride, int64_t inner, int64_t n, int64_t from, int64_t to,
                 const char *factors, float *packed) {
-  const int64_t apart = depths(inner) * MOST_TERMS * TILE_BYTES, stop = depths(to) * DEPTH;
+  const int64_t stop = depths(to) * DEPTH;
   for (int64_t row = from; row < stop; row += 2) {
     const float *source = matrix + row * stride;
-    char *target = reinterpret_cast<char *>(packed) + row / DEPTH * MOST_TERMS * TILE_BYTES;
-    for (int64_t column = 0; column < n; column += SIDE, target += apart) {
-      const __mmask16 here = first(n - column);
+    for (int64_t column = 0; column < n; column += SIDE) {
+      char *const target = tiles_at(packed, inner, row, column);
+      const __mmask16 here = lanes(n - column);
       __m512 even = _mm512_maskz_loadu_ps(row < to ? here : 0, source + column);
       __m512 odd = _mm512_maskz_loadu_ps(row + 1 < to ? here : 0, source + stride + column);
       if (factors != nullptr) {
@@ -114,7 +109,7 @@ void pack_rows(const Product &p, int64_t row, int64_t rows, int64_t column, int6
       for (int64_t i = length; i < steps * DEPTH; ++i) wide[i] = 0.0f;
     }
     for (int64_t i = 0; i < steps * DEPTH; i += DEPTH, tile += TERMS * TILE_BYTES) {
-      const __mmask16 low = first(length - i), high = first(length - i - SIDE);
+      const __mmask16 low = lanes(length - i), high = lanes(length - i - SIDE);
       const char *const at = source.at(column + i);
       if constexpr (TERMS > 1) {
         store_terms<TERMS>(_mm512_load_ps(wide + i), _mm512_load_ps(wide + i + SIDE), tile, r % SIDE);
@@ -146,7 +141,7 @@ void pack_columns(const Product &p, int64_t column, int64_t columns, int64_t row
     }
     char *tile = target;
     for (int64_t j = 0; j < columns; j += SIDE, tile += steps * TERMS * TILE_BYTES) {
-      const __mmask16 there = first(columns - j);
+      const __mmask16 there = lanes(columns - j);
       const auto bits = [&](int64_t i) {
         return i < here ? _mm256_maskz_loadu_epi16(there, at[i] + 2 * j) : _mm256_setzero_si256();
       };

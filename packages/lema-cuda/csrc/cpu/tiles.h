@@ -140,7 +140,7 @@ int64_t a_floats(int, int64_t) { return A_FLOATS; }
 
 int64_t u_floats(int64_t rank) { return rank > 0 ? U_FLOATS : 0; }
 
-constexpr TileBodies TILES = {run_pack, LEMA_FOR_EACH_DTYPE(run_tiles), packed_floats, a_floats, u_floats};
+constexpr TileBodies TILES = {run_pack, LEMA_FOR_EACH_DTYPE(run_tiles), packed_floats, a_floats, u_floats, false};
 
 }  // namespace
 }  // namespace lema

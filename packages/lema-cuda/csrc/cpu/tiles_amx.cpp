@@ -14,8 +14,6 @@
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 
-#include "amx.h"
-#include "blocks.h"
 #include "terms_packing.h"
 
 namespace lema {
@@ -26,16 +24,11 @@ static_assert(KC % DEPTH == 0 && MC % SIDE == 0 && SMALLEST_BLOCK % SIDE == 0 &&
 // M tiles of rows, the next of which is so many bytes further, over `steps` of the inner dimension -> sums.
 template <int TERMS, int M>
 inline void multiply_tiles(const char *a, int64_t apart, const char *b, int64_t steps, float (*sums)[SIDE * SIDE]) {
-  settle_memory();
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
+  clear_sums();
   for (int64_t step = 0; step < steps; ++step, a += TERMS * TILE_BYTES, b += MOST_TERMS * TILE_BYTES)
 #pragma GCC unroll 3
     for (int i = 0; i < TERMS; ++i) {
-      _tile_loadd(3, a + i * TILE_BYTES, ROW_BYTES);
-      if (M > 1) _tile_loadd(4, a + apart + i * TILE_BYTES, ROW_BYTES);
-      if (M > 2) _tile_loadd(5, a + 2 * apart + i * TILE_BYTES, ROW_BYTES);
+      load_rows<M>(a + i * TILE_BYTES, apart);
 #pragma GCC unroll 3
       for (int j = 0; i + j < MOST_TERMS; ++j) {
         _tile_loadd(6, b + j * TILE_BYTES, ROW_BYTES);
@@ -44,10 +37,7 @@ inline void multiply_tiles(const char *a, int64_t apart, const char *b, int64_t 
         if (M > 2) _tile_dpbf16ps(2, 5, 6);
       }
     }
-  _tile_stored(0, sums[0], ROW_BYTES);
-  if (M > 1) _tile_stored(1, sums[1], ROW_BYTES);
-  if (M > 2) _tile_stored(2, sums[2], ROW_BYTES);
-  settle_memory();
+  store_sums<M>(sums);
 }
 
 // A piece of a block's inner dimension, packed.
@@ -62,7 +52,7 @@ struct Piece {
 // A tile of sums -> c, which has so many of its rows and columns.
 inline void put_tile(const float *sums, const Piece &piece, float *c, int64_t stride, int64_t row, int64_t rows,
                      int64_t columns) {
-  const __mmask16 here = first(columns);
+  const __mmask16 here = lanes(columns);
   for (int64_t i = 0; i < rows; ++i, c += stride) {
     __m512 value = _mm512_load_ps(sums + i * SIDE);
     if (piece.factors != nullptr)
@@ -71,8 +61,6 @@ inline void put_tile(const float *sums, const Piece &piece, float *c, int64_t st
     _mm512_mask_storeu_ps(c, here, value);
   }
 }
-
-constexpr int64_t TALL = 3 * SIDE;  // rows that are computed at once: their tiles and their sums fill the registers
 
 // Rows [row, row + M SIDE) and a sliver of columns, some of which c may lack.
 template <int TERMS, int M>
@@ -92,15 +80,9 @@ inline void multiply_part(const Product &p, const Block &block, const Piece &pie
 
 template <int TERMS>
 void multiply_piece(const Product &p, const Block &block, const Piece &piece, Ahead &ahead) {
-  for (int64_t column = block.left; column < block.right; column += SIDE)
-    for (int64_t row = block.from; row < block.to; row += TALL) {
-      ahead.step();
-      switch (sides(at_most(TALL, block.to - row))) {
-        case 1: multiply_part<TERMS, 1>(p, block, piece, row, column); break;
-        case 2: multiply_part<TERMS, 2>(p, block, piece, row, column); break;
-        default: multiply_part<TERMS, 3>(p, block, piece, row, column); break;
-      }
-    }
+  for_each_part(block, ahead, [&](auto tiles, int64_t row, int64_t column) {
+    multiply_part<TERMS, decltype(tiles)::value>(p, block, piece, row, column);
+  });
 }
 
 // `packed` is this thread's.
@@ -108,7 +90,6 @@ template <int DTYPE, bool TRANSPOSED>
 void multiply_block(const Job &job, const Block &block, char *packed) {
   const Product &p = job.product;
   const int64_t from = block.from, to = block.to;
-  const int64_t parts = (to - from + TALL - 1) / TALL * sides(block.right - block.left);
   const char *const factors = DTYPE == LEMA_INT8 && !TRANSPOSED ? p.scales : nullptr;
   for (int64_t start = 0; start < p.inner || start == 0; start += KC) {
     const int64_t length = at_most(KC, p.inner - start);
@@ -117,7 +98,7 @@ void multiply_block(const Job &job, const Block &block, char *packed) {
     } else {
       pack_rows<DTYPE>(p, from, to - from, start, length, packed);
     }
-    Ahead ahead = after_piece<DTYPE, TRANSPOSED>(job, block, start, parts);
+    Ahead ahead = after_piece<DTYPE, TRANSPOSED>(job, block, start, parts_of(block));
     const Piece piece{packed, p.packed_b, p.inner, start, depths(length), factors, p.accumulate || start > 0};
     multiply_piece<terms_of(DTYPE)>(p, block, piece, ahead);
   }
@@ -174,7 +155,7 @@ void run_tiles(void *context, int slot) {
 
 }  // namespace
 
-const TileBodies TILES_AMX = {run_pack, LEMA_FOR_EACH_DTYPE(run_tiles), packed_floats, a_floats, u_floats};
+const TileBodies TILES_AMX = {run_pack, LEMA_FOR_EACH_DTYPE(run_tiles), packed_floats, a_floats, u_floats, true};
 
 }  // namespace lema
 
