@@ -7,6 +7,7 @@ last of them; another base, or other options, begin anew.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -75,7 +76,7 @@ def write_quantized(
     with _alone_in(working, say):
         # another process may have made it while this one waited
         if (found := finished(plan, final)) is not None:
-            shutil.rmtree(working)
+            _leave(working)
             return found
         done = _Finished(plan, working, say)
         left = sum(file.needed_bytes for file in plan.files if file.name not in done.files)
@@ -185,6 +186,15 @@ def _alone_in(working: Path, say: Callable[[str], object]) -> Iterator[None]:
             return
         finally:
             os.close(lock)
+
+
+def _leave(working: Path) -> None:
+    """Remove it, unless another process has come in since the lock is gone: that one removes it."""
+    try:
+        shutil.rmtree(working)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
 
 
 def _lock(working: Path, lock: int, say: Callable[[str], object]) -> None:
